@@ -1,0 +1,452 @@
+"""The one description of a run: typed, frozen, validated. A RunConfig that exists is a valid one.
+
+Every field is written `name: type = default  # meaning [unit]`; the keys of a params file are these sections.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from upsnb.errors import ConfigError
+
+FORMAT = 1  # version of the saved config.yaml
+
+LOSS_TERMS = (
+    "relative",  # relative L2 of the predicted fields, the metric's own shape
+    "field",  # mean squared error of the predicted fields at the queried points
+    "forward",  # predicted latent against the encoded true future (UPT's latent-rollout target)
+    "inv_enc",  # encode, decode: the input fields must come back
+    "inv_dec",  # decode, encode: the predicted latent must come back
+    "spectral",  # amplitude error per wavenumber, FFT over space
+    "rollout",  # error of a second, self-fed call
+    "boundary",  # physics: the dataset's boundary condition
+    "conservation",  # physics: the spatial mean that the equation keeps
+    "positivity",  # physics: values that cannot be negative
+    "latent_norm",  # latents of unit variance
+    "latent_diversity",  # tokens of one sample that do not collapse onto each other
+)
+INVERSE_TERMS = ("inv_enc", "inv_dec")
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+OpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class GenerateConfig(Section):
+    """Data made here, in PDEBench's own file layout, when no files are named."""
+
+    num_samples: PositiveInt = 128  # trajectories or coefficient fields
+    resolution: PositiveInt = 64  # grid points per axis
+    num_times: PositiveInt = 41  # saved times (ignored where the problem is static)
+    parameter: float = 1.0  # the equation's parameter: advection speed beta, Darcy forcing beta
+    seed: NonNegativeInt = 0  # seed of the generator, apart from training.seed
+
+
+class DatasetConfig(Section):
+    """One dataset: a PDEBench family, its files, and how it is read."""
+
+    family: Literal["advection1d", "darcy2d"]  # which reader and which physics
+    files: tuple[str, ...] = ()  # file names or globs under data.root; empty: generate
+    generate: GenerateConfig = GenerateConfig()  # used only when files is empty
+    reduced_resolution: PositiveInt = 1  # keep every k-th grid point (PDEBench's reduction)
+    reduced_resolution_t: PositiveInt = 1  # keep every k-th saved time
+    num_samples: PositiveInt | None = None  # read at most this many samples of each file
+    input_frames: PositiveInt = 1  # frames the model sees in one call
+    output_frames: PositiveInt = 1  # frames the model predicts in one call
+    augment: bool = False  # the equation's own symmetries, at random, in training
+
+
+class SplitConfig(Section):
+    """Which samples are trained on, selected on and reported on."""
+
+    convention: Literal["pdebench", "first", "last"] = "pdebench"  # where the test block lies (docs/data.md)
+    validation_fraction: OpenFraction = 0.1  # share of samples for model selection
+    test_fraction: OpenFraction = 0.1  # share of samples that is only reported on
+
+
+class DataConfig(Section):
+    """Where the fields come from and where they live during training."""
+
+    root: str = "data"  # folder of the PDEBench files; relative to the project
+    datasets: dict[str, DatasetConfig] = {
+        "advection": DatasetConfig(
+            family="advection1d",
+            generate=GenerateConfig(num_samples=200, resolution=256, parameter=0.4),
+            input_frames=4,
+            output_frames=4,
+            augment=True,
+        ),
+        "darcy": DatasetConfig(
+            family="darcy2d", generate=GenerateConfig(num_samples=256, resolution=64), augment=True
+        ),
+    }
+    split: SplitConfig = SplitConfig()
+    residency: Literal["auto", "device", "workers"] = "auto"  # on the device, or read from HDF5 by workers
+    max_resident_gib: PositiveFloat = 4.0  # auto: largest dataset kept on the device [GiB]
+
+
+class LatentConfig(Section):
+    """The latent state between encoder, operator and decoder."""
+
+    dim: PositiveInt = 128  # width of a latent token
+    tokens: PositiveInt = 128  # budget of tokens a field is compressed into
+
+
+class PdetConfig(Section):
+    """The operator: a pre-norm transformer over latent tokens."""
+
+    input_dim: PositiveInt | None = None  # latent.dim, if given it must agree
+    hidden_dim: PositiveInt = 384  # width of the residual stream
+    depth: PositiveInt = 12  # number of blocks
+    num_heads: PositiveInt = 8  # attention heads
+    qk_norm: bool = True  # RMS-normalise queries and keys
+    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over hidden_dim
+    drop_path: OpenFraction = 0.0  # probability of skipping a block, rising linearly with depth
+    use_activation_checkpoint: bool = False  # recompute block activations in backward
+    attention: Literal["sdpa", "flex"] = "sdpa"  # attention kernel
+
+
+class OperatorConfig(Section):
+    """Encoder, operator and decoder, and how a rollout is made of them."""
+
+    pdet: PdetConfig = PdetConfig()
+    encoder: Literal["patch", "perceiver"] = "patch"  # tokens ordered in space, or pooled by cross-attention
+    decoder: Literal["local_basis", "unpatchify", "cross_attention"] = "local_basis"  # latent to any point
+    basis_size: PositiveInt = 32  # local_basis: coefficients per token and channel
+    rollout: Literal["reencode", "latent"] = "reencode"  # decode and encode again, or stay in latent space
+
+
+class DiffusionConfig(Section):
+    """The residual-correcting diffusion stage."""
+
+    latent_dim: PositiveInt | None = None  # latent.dim, if given it must agree
+    hidden_dim: PositiveInt = 256  # width of the denoiser
+
+
+class QuerySamplingConfig(Section):
+    """At how many points the decoded field is compared with the truth."""
+
+    num_queries: PositiveInt | None = None  # points per sample; empty: the whole grid
+    jitter: OpenFraction = 0.0  # off-grid shift of query points, in cells
+
+
+class TrainingConfig(Section):
+    """How much is trained at a time, how fast, and on which losses."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
+    num_gpus: PositiveInt = 1  # ranks; on the CPU that many processes
+    threads_per_rank: PositiveInt | None = None  # CPU threads of one rank; empty: cores / ranks
+    seed: NonNegativeInt = 42  # weights, data order, augmentation
+    batch_size: PositiveInt = 8  # training pairs per rank and microbatch
+    accum_steps: PositiveInt = 1  # microbatches per optimizer step
+    num_workers: NonNegativeInt = 0  # processes that read HDF5 (residency workers)
+    prefetch_factor: PositiveInt = 2  # batches read ahead by each worker
+    pin_memory: bool = False  # page-locked host memory for copies to a GPU
+    amp: bool = False  # autocast to amp_dtype
+    amp_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    compile: bool = False  # torch.compile, per block and in place
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    cpu_offload_optimizer: bool = False  # AdamW state in host memory
+    use_fsdp2: bool = False  # shard parameters, gradients and optimizer state
+    inverse_loss_frequency: PositiveInt = 1  # inverse losses every k-th microbatch
+    query_sampling: QuerySamplingConfig = QuerySamplingConfig()
+    lambda_relative: NonNegativeFloat = 1.0
+    lambda_field: NonNegativeFloat = 0.0
+    lambda_forward: NonNegativeFloat = 0.0
+    lambda_inv_enc: NonNegativeFloat = 0.0
+    lambda_inv_dec: NonNegativeFloat = 0.0
+    lambda_spectral: NonNegativeFloat = 0.0
+    lambda_rollout: NonNegativeFloat = 0.0
+    lambda_boundary: NonNegativeFloat = 0.0
+    lambda_conservation: NonNegativeFloat = 0.0
+    lambda_positivity: NonNegativeFloat = 0.0
+    lambda_latent_norm: NonNegativeFloat = 0.0
+    lambda_latent_diversity: NonNegativeFloat = 0.0
+    loss_warmup_steps: dict[str, NonNegativeInt] = {}  # term: steps over which its weight rises from 0
+    loss_frequency: dict[str, PositiveInt] = {}  # term: computed every k-th microbatch
+    noise: NonNegativeFloat = 0.0  # Gaussian noise on normalised inputs [standard deviations]
+    grad_clip: PositiveFloat | None = 1.0  # largest gradient norm
+    ema_decay: OpenFraction | None = None  # exponential moving average of the weights, used in evaluation
+    time_stride: PositiveInt = 1  # saved times between two frames of the model
+    patience: PositiveInt | None = None  # stop after so many validations without a better one
+    time_limit_s: PositiveFloat | None = None  # wall time of training; schedules then follow the clock [s]
+    stall_timeout_s: PositiveFloat = 600.0  # a rank without progress for so long is hung [s]
+    max_restarts: NonNegativeInt = 0  # relaunches after a crash, from the last good checkpoint
+
+
+class OptimizerConfig(Section):
+    """Muon on hidden matrices and AdamW on the rest, or AdamW alone."""
+
+    name: Literal["muon_hybrid", "adamw"] = "muon_hybrid"
+    lr: PositiveFloat = 1.4e-3  # AdamW's peak learning rate
+    muon_lr: PositiveFloat | None = None  # Muon's peak learning rate, AdamW-matched scale; empty: lr
+    weight_decay: NonNegativeFloat = 0.03  # decoupled; never on norms and biases
+    betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.99)  # AdamW's moment decay rates
+    momentum: OpenFraction = 0.95  # Muon's momentum
+    fused: bool = False  # one fused AdamW kernel
+
+
+class SchedulerConfig(Section):
+    """Learning rate over the stage."""
+
+    name: Literal["cosine", "onecycle", "plateau", "constant"] = "cosine"
+    warmup_fraction: OpenFraction = 0.02  # share of the stage with linearly rising learning rate
+    min_lr_fraction: Fraction = 0.0  # learning rate at the end over its peak
+    plateau_factor: OpenFraction = 0.5  # plateau: multiply by this
+    plateau_patience: PositiveInt = 5  # plateau: after so many validations without a better one
+
+
+class StageConfig(Section):
+    """One training stage."""
+
+    epochs: NonNegativeInt = 0  # passes over the largest dataset; 0: the stage is left out
+    optimizer: OptimizerConfig | None = None  # empty: the top-level optimizer
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class StagesConfig(Section):
+    """Training stages in their order."""
+
+    operator: StageConfig = StageConfig(epochs=10)
+    diff_residual: StageConfig = StageConfig()
+    consistency_distill: StageConfig = StageConfig()
+
+
+class CheckpointConfig(Section):
+    """When the state of training is saved and how much of it is kept."""
+
+    interval: PositiveInt = 500  # optimizer steps between two saves
+    budget_gb: PositiveFloat = 20.0  # disk space for checkpoints [GB]
+    resume: bool = False  # continue the run folder's latest checkpoint
+
+
+class EvaluationConfig(Section):
+    """What is measured during and after training."""
+
+    split: Literal["validation", "test"] = "test"  # the split of the final report
+    every_epochs: PositiveInt = 1  # validation after so many epochs
+    samples_per_call: PositiveInt = 32  # samples evaluated at a time; changes no metric
+    rollout: bool = True  # roll trajectories out to their end
+    symmetry_average: bool = False  # average the forecast over the square's eight symmetries
+    num_examples: PositiveInt = 3  # predictions kept for the figures
+
+
+class LoggingConfig(Section):
+    """What a run writes down."""
+
+    name: str = "train"  # prefix of the run folder
+    root: str = "outputs"  # where run folders go; relative to the project
+
+
+class RunConfig(Section):
+    """Everything a run depends on."""
+
+    data: DataConfig = DataConfig()
+    latent: LatentConfig = LatentConfig()
+    operator: OperatorConfig = OperatorConfig()
+    diffusion: DiffusionConfig = DiffusionConfig()
+    training: TrainingConfig = TrainingConfig()
+    stages: StagesConfig = StagesConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        problems = contradictions(self)
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+
+def contradictions(config: RunConfig) -> list[str]:
+    """Rules across sections, each broken one as a sentence that starts with the setting's path."""
+    problems = []
+    pdet, training, latent = config.operator.pdet, config.training, config.latent
+
+    def require(holds: bool, sentence: str) -> None:
+        if not holds:
+            problems.append(sentence)
+
+    require(bool(config.data.datasets), "data.datasets: is empty -> name at least one dataset")
+    require(
+        pdet.input_dim in (None, latent.dim),
+        f"operator.pdet.input_dim: is {pdet.input_dim} but latent.dim is {latent.dim} -> make them equal or leave it out",
+    )
+    require(
+        config.diffusion.latent_dim in (None, latent.dim),
+        f"diffusion.latent_dim: is {config.diffusion.latent_dim} but latent.dim is {latent.dim} -> make them equal",
+    )
+    require(
+        pdet.hidden_dim % pdet.num_heads == 0 and (pdet.hidden_dim // pdet.num_heads) % 2 == 0,
+        f"operator.pdet.num_heads: {pdet.hidden_dim} over {pdet.num_heads} heads -> hidden_dim must be an even multiple",
+    )
+    for name, dataset in config.data.datasets.items():
+        if dataset.family == "darcy2d":
+            require(
+                dataset.input_frames == dataset.output_frames == 1,
+                f"data.datasets.{name}: is static, but input_frames x output_frames is "
+                f"{dataset.input_frames} x {dataset.output_frames} -> leave both at 1",
+            )
+        elif config.operator.rollout == "latent" or training.lambda_forward or training.lambda_inv_dec:
+            require(
+                dataset.input_frames == dataset.output_frames,
+                f"data.datasets.{name}: latent rollout, lambda_forward and lambda_inv_dec need "
+                f"input_frames == output_frames, found {dataset.input_frames} and {dataset.output_frames}",
+            )
+    families = {dataset.family for dataset in config.data.datasets.values()}
+    if families == {"darcy2d"}:
+        for term in ("forward", "inv_dec", "rollout"):
+            require(
+                getattr(training, f"lambda_{term}") == 0,
+                f"training.lambda_{term}: acts on time-dependent datasets only, and there is none -> set it to 0",
+            )
+    for setting in ("loss_warmup_steps", "loss_frequency"):
+        for term in getattr(training, setting):
+            require(
+                term in LOSS_TERMS,
+                f"training.{setting}.{term}: unknown loss term -> {_did_you_mean(term, LOSS_TERMS)}",
+            )
+    if config.operator.rollout == "latent":
+        require(
+            training.lambda_forward > 0 and training.lambda_inv_enc > 0,
+            "operator.rollout: latent needs training.lambda_forward > 0 and training.lambda_inv_enc > 0, "
+            "otherwise nothing trains the latent step and its decoding head",
+        )
+    if config.evaluation.symmetry_average:
+        require(
+            "darcy2d" in families,
+            "evaluation.symmetry_average: averages over the square's symmetries, and no dataset is a square problem",
+        )
+    active = any(getattr(training, f"lambda_{term}") > 0 for term in LOSS_TERMS)
+    require(active, "training: every loss weight is 0 -> give at least one lambda_* a positive weight")
+    require(
+        training.inverse_loss_frequency == 1 or any(getattr(training, f"lambda_{t}") > 0 for t in INVERSE_TERMS)
+        or not training.loss_frequency.keys() & set(INVERSE_TERMS),
+        "training.loss_frequency: inverse terms follow training.inverse_loss_frequency -> set that one only",
+    )
+    return problems
+
+
+# -- reading and writing -------------------------------------------------------------------------------------------
+
+
+def _fields_of(annotation) -> type[Section] | None:
+    """The Section behind a field's annotation (`X`, `X | None`), or None for a plain value."""
+    for candidate in typing.get_args(annotation) if _is_union(annotation) else (annotation,):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _is_union(annotation) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def setting_paths(section: type[Section] = RunConfig, prefix: str = "") -> list[str]:
+    """Dotted paths of every setting; entries of named mappings are written with `*`."""
+    paths = []
+    for name, field in section.model_fields.items():
+        inner = _fields_of(field.annotation)
+        if inner is not None:
+            paths += setting_paths(inner, f"{prefix}{name}.")
+            continue
+        paths.append(prefix + name)
+        if typing.get_origin(field.annotation) is dict:
+            value_type = _fields_of(typing.get_args(field.annotation)[1])
+            if value_type is not None:
+                paths += setting_paths(value_type, f"{prefix}{name}.*.")
+    return paths
+
+
+def _did_you_mean(name: str, valid) -> str:
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(valid))}"
+
+
+def nearest_setting(path: str) -> str:
+    """A hint at the valid setting nearest to a misspelt dotted path."""
+    valid = setting_paths()
+    section, _, leaf = path.rpartition(".")
+    siblings = {p.rpartition(".")[2]: p for p in valid if p.rpartition(".")[0] == section}
+    leaves = {p.rpartition(".")[2]: p for p in valid}
+    sections = {name: name for name in RunConfig.model_fields} if not section else {}
+    for names in (sections, siblings, leaves):
+        close = difflib.get_close_matches(leaf, list(names), n=1, cutoff=0.6)
+        if close:
+            return f"did you mean {names[close[0]]}?"
+    if siblings:
+        return f"{section} knows {', '.join(sorted(siblings))}"
+    return f"the sections are {', '.join(RunConfig.model_fields)}"
+
+
+def _explain(error: dict) -> str:
+    """One pydantic error as `path: what was found -> what to do`."""
+    path = ".".join(str(part) for part in error["loc"] if not _is_union_tag(part))
+    found = error["input"]
+    shown = f"the text {found!r}" if isinstance(found, str) else f"{found!r}"
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        return f"{path}: unknown setting -> {nearest_setting(path)}"
+    if kind == "literal_error":
+        return f"{path}: got {shown} -> choose {error['ctx']['expected']}"
+    if isinstance(found, str) and kind in ("float_type", "int_type", "float_parsing", "int_parsing"):
+        if re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", found):
+            mantissa, exponent = re.split("[eE]", found)
+            return f"{path}: got {shown} -> write {mantissa}.0e{exponent} (YAML wants the dot)"
+        return f"{path}: got {shown} -> write a number without quotes"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{path}: got {shown} -> {message}"
+
+
+def _is_union_tag(part) -> bool:
+    return isinstance(part, str) and (part in ("float", "int", "str") or part.endswith("Config"))
+
+
+def validate(values: dict, where: str = "the configuration") -> RunConfig:
+    """Build a RunConfig from nested plain data.
+
+    Raises:
+        ConfigError: every unknown key, wrong type and contradiction at once.
+    """
+    try:
+        # Through JSON: lists become tuples while numbers and texts stay strictly apart.
+        return RunConfig.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            cause = item.get("ctx", {}).get("error")
+            problems += cause.problems if isinstance(cause, ConfigError) else [_explain(item)]
+        raise ConfigError(list(dict.fromkeys(problems)), where) from None
+    except TypeError as error:
+        raise ConfigError([f"{error} -> use numbers, texts, lists and mappings only"], where) from None
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write the resolved config as YAML that `load` reads back to an equal one."""
+    text = yaml.safe_dump({"format": FORMAT, **config.model_dump(mode="json")}, sort_keys=False)
+    path.write_text(text)
+
+
+def load(path: Path) -> RunConfig:
+    """Read a resolved config as `save` wrote it."""
+    values = yaml.safe_load(Path(path).read_text())
+    found = values.pop("format", None)
+    if found != FORMAT:
+        raise ConfigError([f"format: found {found!r}, this version reads {FORMAT}"], str(path))
+    return validate(values, str(path))

@@ -1,0 +1,35 @@
+"""Errors a user can act on: each says where, what was found and what to do."""
+
+
+class UpsError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(UpsError, ValueError):
+    """A configuration is invalid; lists every problem at once."""
+
+    def __init__(self, problems: list[str], where: str = "the configuration"):
+        self.problems = list(problems)
+        self.where = where
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        lines = [f"{len(self.problems)} {noun} in {where}"]
+        super().__init__("\n  ".join(lines + self.problems))
+
+
+class DataError(UpsError, ValueError):
+    """A data file or its content is not usable; names file, key and sample."""
+
+
+class RunError(UpsError):
+    """A run folder is missing, damaged or in a state that forbids the request."""
+
+
+class RunFailed(RunError):
+    """A run ended without finishing; carries its status, folder and cause."""
+
+    def __init__(self, folder, status: str, cause: str, log_tail: str = ""):
+        self.folder, self.status, self.cause, self.log_tail = folder, status, cause, log_tail
+        message = f"run {folder} {status}: {cause}"
+        if log_tail:
+            message += f"\n--- last lines of {folder}/worker.log ---\n{log_tail}"
+        super().__init__(message)

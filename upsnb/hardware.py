@@ -1,0 +1,107 @@
+"""What this machine has, and whether a config can run on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+
+import torch
+
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices a run may use."""
+
+    device: str  # "cuda" where there is one, else "cpu"
+    num_devices: int  # GPUs, or 1
+    device_name: str
+    device_memory_gib: float  # of one device; of the host on a CPU
+    num_cores: int
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def detect() -> Hardware:
+    """This machine's hardware; asks the driver only and creates no CUDA context."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Hardware(
+            "cuda", torch.cuda.device_count(), properties.name, properties.total_memory / 2**30, cores
+        )
+    return Hardware("cpu", 1, _processor_name(), _host_memory_gib(), cores)
+
+
+def versions() -> dict[str, str]:
+    """Versions that a measurement depends on."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or ""}
+
+
+def resolve_device(config: RunConfig, hardware: Hardware) -> str:
+    """The device type a run uses: what the config says, or what there is."""
+    return hardware.device if config.training.device == "auto" else config.training.device
+
+
+def check_runnable(config: RunConfig, hardware: Hardware) -> None:
+    """Refuse what the machine or this version cannot do, before anything starts.
+
+    Raises:
+        ConfigError: every such setting at once, each with the remedy.
+    """
+    problems = []
+    training = config.training
+    device = resolve_device(config, hardware)
+    if device == "cuda" and hardware.device != "cuda":
+        problems.append("training.device: cuda was asked for and there is no CUDA device -> set it to cpu or auto")
+    elif training.device != "cpu" and training.num_gpus > hardware.num_devices:
+        found = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
+        problems.append(
+            f"training.num_gpus: {training.num_gpus} were asked for and this machine has {found} -> lower it, or set "
+            f"training.device: cpu to rehearse with {training.num_gpus} CPU processes"
+        )
+    if device == "cpu" and training.compile and training.compile_mode == "reduce-overhead":
+        problems.append(
+            "training.compile_mode: reduce-overhead records CUDA graphs and this run is on the CPU -> set it to default"
+        )
+    problems += [f"{path}: {sentence}" for path, sentence in _NOT_YET.items() if _is_on(config, path)]
+    if problems:
+        raise ConfigError(problems, "the configuration for this machine")
+
+
+_NOT_YET = {
+    "training.cpu_offload_optimizer": "optimizer offload is not in this version -> set it to false",
+    "training.use_fsdp2": "sharded training is not in this version -> set it to false",
+    "operator.pdet.use_activation_checkpoint": "activation checkpointing is not in this version -> set it to false",
+    "stages.diff_residual.epochs": "the diffusion stage is not in this version -> set it to 0",
+    "stages.consistency_distill.epochs": "the distillation stage is not in this version -> set it to 0",
+}
+
+
+def _is_on(config: RunConfig, path: str) -> bool:
+    value = config
+    for key in path.split("."):
+        value = getattr(value, key)
+    return bool(value)
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _host_memory_gib() -> float:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError):
+        return 0.0

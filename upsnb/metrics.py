@@ -1,0 +1,264 @@
+"""PDEBench's error metrics over a whole split, from per-sample statistics that do not know about batches or ranks.
+
+Written from the definitions (Takamoto et al., PDEBench, arXiv 2210.07182, appendix on metrics). Two departures, both
+deliberate: PDEBench's script averages batch values and divides by the last batch index, so its cRMSE, maximum error and
+fRMSE depend on the evaluation batch size. Here every sample is summarised once and the whole split is reduced once:
+
+    statistics = concatenate([sample_statistics(prediction, target, index) for ... in batches])   # any batching
+    statistics = concatenate(statistics_of_every_rank)                                            # any sharding
+    report = reduce(statistics)
+
+Fields are (B, T, C, *grid) in physical units with 1, 2 or 3 grid axes and the given frames already dropped.
+Non-finite values are never skipped: one of them in a prediction makes every metric of its split NaN.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upsnb.errors import DataError
+
+REDUCED_KEYS = (
+    "rmse",
+    "nrmse_mean",
+    "nrmse_median",
+    "crmse",
+    "max_error",
+    "brmse",
+    "frmse_low",
+    "frmse_mid",
+    "frmse_high",
+)
+FREQUENCY_BANDS = {"low": (0, 4), "mid": (4, 12), "high": (12, None)}  # wavenumbers, cycles per domain, end excluded
+
+PERSISTENCE = "persistence"
+TRAINING_MEAN = "training mean"
+
+
+@torch.no_grad()
+def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor | None = None) -> dict[str, Tensor]:
+    """Summarise each sample's error by what the metrics need, and no more.
+
+    Args:
+        prediction: (B, T, C, *grid) physical units, any float dtype; half precision is widened to float32 first.
+        target: as prediction, same shape.
+        sample_index: (B,) integers, the samples' places in the split. With it, `concatenate` sorts the samples and
+            drops repeats, so a sampler may pad its last batch to keep ranks in step.
+    Returns:
+        Means over grid points, e = prediction - target, float64 (float32 where the device has none):
+        `error_square`, `target_square` (B, T, C) mean of e^2 and of target^2; `error_mean` (B, T, C) mean of e;
+        `error_max` (B, T, C) largest |e|; `boundary_error_square` (B, T, C), or (B, T, 1) summed over channels in 3-D;
+        `shell_error_square` (B, T, C, K) float32 |FFT(e) / N|^2 summed over wavenumber shell k;
+        `sample_index` (B,) int64 when it was given.
+    """
+    if prediction.shape != target.shape or not 4 <= target.ndim <= 6:
+        raise DataError(
+            f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)} -> "
+            "both must be (batch, time, channel, *grid) of one shape, with 1 to 3 grid axes"
+        )
+    wide = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
+    target = target.to(wide)
+    error = prediction.to(wide) - target
+    # An infinite error would vanish from a median and an FFT mixes inf and NaN as it likes: NaN is one plain answer.
+    error = torch.where(torch.isfinite(error), error, torch.nan)
+    space = tuple(range(3, error.ndim))
+    # Sums over 128^3 points in float32 lose the digits cRMSE is made of.
+    total = torch.float32 if error.device.type == "mps" else torch.float64
+    statistics = {
+        "error_square": error.square().mean(space, dtype=total),
+        "target_square": target.square().mean(space, dtype=total),
+        "error_mean": error.mean(space, dtype=total),
+        "error_max": error.abs().amax(space).to(total),
+        "boundary_error_square": _boundary_square(error, total),
+        "shell_error_square": _positive_block_shells(error).float(),
+    }
+    if sample_index is not None:
+        if sample_index.shape != error.shape[:1]:
+            raise DataError(f"sample_index {tuple(sample_index.shape)} -> one index for each of {error.shape[0]} samples")
+        statistics["sample_index"] = sample_index.to(torch.int64)
+    return statistics
+
+
+def concatenate(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join statistics of batches or ranks along the samples; with `sample_index`, sorted and each sample once."""
+    if not parts:
+        raise DataError("no statistics to join -> evaluate at least one sample")
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise DataError(f"statistics with different keys, {[sorted(part) for part in parts]} -> join one kind only")
+    for key, first in parts[0].items():
+        shapes = {tuple(part[key].shape[1:]) for part in parts}
+        if len(shapes) > 1:
+            raise DataError(f"statistics {key} of shapes {sorted(shapes)} (time, channel, ...) -> reduce each data set alone")
+        assert first.ndim >= 1, key
+    joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    if "sample_index" in joined:
+        index = joined["sample_index"]
+        order = torch.argsort(index, stable=True)
+        keep = order[torch.diff(index[order], prepend=index.new_full((1,), -1)) != 0]
+        joined = {key: value[keep] for key, value in joined.items()}
+    return joined
+
+
+def nrmse(statistics: dict[str, Tensor]) -> Tensor:
+    """Root mean squared error over root mean squared target, (B, T, C), dimensionless.
+
+    There is no epsilon: a target that is zero everywhere gives infinity, and NaN (0 / 0) if its prediction is exact.
+    A small constant there would turn an undefined ratio into an arbitrary one and bend every quiet frame.
+    """
+    return statistics["error_square"].sqrt() / statistics["target_square"].sqrt()
+
+
+def nrmse_per_sample(statistics: dict[str, Tensor]) -> Tensor:
+    """(B,) nRMSE of each sample, mean over time and channel."""
+    return nrmse(statistics).mean((1, 2))
+
+
+def nrmse_per_time(statistics: dict[str, Tensor]) -> Tensor:
+    """(T,) nRMSE at each forecast frame, mean over samples and channels."""
+    return nrmse(statistics).mean((0, 2))
+
+
+def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str, float]:
+    """The metrics of a whole split; keys are `REDUCED_KEYS`, units those of the field but for the two nRMSE.
+
+    rmse, nrmse_mean: mean over sample, time, channel. nrmse_median: median over samples of `nrmse_per_sample`.
+    crmse: sqrt of the mean over samples of (spatial mean of e)^2, then mean over time and channel.
+    max_error: largest |e| over samples and space, then mean over time and channel.
+    brmse: root mean square over boundary points of each sample and frame, then mean. A grid point on two faces (2-D
+        corner, 3-D edge) counts twice, on three faces three times; in 3-D the squares are summed over channels.
+    frmse_low, _mid, _high: sqrt of the mean over samples of |FFT(e)|^2 of a wavenumber shell, over the number of grid
+        points, times `domain_size`; then mean over the shells of a band, over time and channel. NaN where the grid is
+        too coarse to hold the band (fewer than 24 points across for `high`).
+    Zero targets: see `nrmse`.
+
+    Args:
+        domain_size: the domain's length, area or volume; PDEBench's published numbers use 1 for every family.
+    """
+    if statistics["error_square"].shape[0] == 0:
+        raise DataError("statistics of no sample -> evaluate at least one")
+    per_sample = nrmse_per_sample(statistics)
+    shells = statistics["shell_error_square"].to(per_sample.dtype).mean(0).sqrt() * domain_size
+    reduced = {
+        "rmse": statistics["error_square"].sqrt().mean(),
+        "nrmse_mean": per_sample.mean(),
+        # torch.median takes the lower of two middle values; everyone else's median averages them.
+        "nrmse_median": torch.as_tensor(np.median(per_sample.cpu().numpy())).to(per_sample),
+        "crmse": statistics["error_mean"].square().mean(0).sqrt().mean(),
+        "max_error": statistics["error_max"].amax(0).mean(),
+        "brmse": statistics["boundary_error_square"].sqrt().mean(),
+    }
+    for name, (start, end) in FREQUENCY_BANDS.items():
+        reduced[f"frmse_{name}"] = shells[..., start:end].mean()
+    values = torch.stack(list(reduced.values())).tolist()  # one transfer, not nine
+    return dict(zip(reduced, values, strict=True))
+
+
+def persistence(given: Tensor, num_frames: int) -> Tensor:
+    """Forecast that the last given frame stays: (B, t, C, *grid) -> (B, num_frames, C, *grid), a view of `given`.
+
+    The baseline of time-dependent problems, reported as `persistence_nrmse_mean`. A static problem (Darcy: coefficient
+    in, pressure out) has no earlier frame of its target; its baseline is `mean_forecast`, reported as
+    `baseline_nrmse_mean` beside `baseline_name`, never under persistence's key.
+    """
+    last = given[:, -1:]
+    return last.expand(-1, num_frames, *last.shape[2:])
+
+
+def mean_field(targets: Iterable[Tensor]) -> Tensor:
+    """Mean over the samples of batches (B, T, C, *grid) of the training split: (T, C, *grid) float32."""
+    total, count = None, 0
+    for target in targets:
+        wide = target.float() if target.device.type == "mps" else target.double()
+        total = wide.sum(0) if total is None else total + wide.sum(0)
+        count += target.shape[0]
+    if total is None or count == 0:
+        raise DataError("no target to average -> pass at least one training batch")
+    return (total / count).float()
+
+
+def mean_forecast(training_mean: Tensor, num_samples: int) -> Tensor:
+    """The static baseline: every sample is predicted to be the training mean, (T, C, *grid) -> (B, T, C, *grid)."""
+    return training_mean.expand(num_samples, *training_mean.shape)
+
+
+def baseline_name(static: bool) -> str:
+    """What to call the forecast beside the model: `persistence`, or `training mean` for static problems."""
+    return TRAINING_MEAN if static else PERSISTENCE
+
+
+def baseline_key(static: bool) -> str:
+    """The report key of that forecast's mean nRMSE."""
+    return "baseline_nrmse_mean" if static else "persistence_nrmse_mean"
+
+
+@torch.no_grad()
+def energy_spectrum(field: Tensor) -> tuple[Tensor, Tensor]:
+    """Isotropic energy spectrum: how much of the mean square sits at each wavenumber.
+
+    |FFT(u) / N|^2 over all modes, summed over shells |k| rounded to the nearest integer, up to the smallest axis'
+    Nyquist number; the corners of the Fourier box beyond it are dropped, because those shells are incomplete. So the sum
+    over shells is the mean of u^2 for fields resolved by the grid. Fields that are not periodic leak into high shells.
+
+    Args:
+        field: (B, T, C, *grid), any float dtype; transformed in float32 at least.
+    Returns:
+        wavenumber (K,) float32, cycles per domain length, and energy (B, T, C, K), the field's unit squared.
+    """
+    field = field.to(torch.promote_types(field.dtype, torch.float32))
+    grid = field.shape[3:]
+    power = _spectrum(field).abs().square()
+    # rfft keeps half of the modes; all but k = 0 and Nyquist of the last axis stand for a conjugate twin too.
+    last = torch.arange(power.shape[-1], device=field.device)
+    power = power * torch.where((last == 0) | (2 * last == grid[-1]), 1.0, 2.0)
+    axes = [torch.fft.fftfreq(n, d=1 / n, device=field.device) for n in grid[:-1]] + [last.float()]
+    shell = torch.round(_radius(axes)).long()
+    num_shells = min(grid) // 2 + 1
+    return torch.arange(num_shells, device=field.device).float(), _sum_shells(power, shell, num_shells)
+
+
+def _boundary_square(error: Tensor, total: torch.dtype) -> Tensor:
+    """Mean of e^2 over the first and last slice of every grid axis, each slice's points counted."""
+    square, count = 0.0, 0
+    for axis in range(3, error.ndim):
+        faces = error.index_select(axis, torch.tensor([0, error.shape[axis] - 1], device=error.device))
+        square = square + faces.square().sum(tuple(range(3, error.ndim)), dtype=total)
+        count += faces[0, 0, 0].numel()
+    square = square / count
+    return square.sum(2, keepdim=True) if error.ndim == 6 else square
+
+
+def _spectrum(field: Tensor) -> Tensor:
+    """FFT over the grid axes divided by the number of points, last axis halved; never in half precision."""
+    return torch.fft.rfftn(field, dim=tuple(range(3, field.ndim)), norm="forward")
+
+
+def _positive_block_shells(error: Tensor) -> Tensor:
+    """|FFT(e) / N|^2 by wavenumber as PDEBench counts: (B, T, C, K).
+
+    1-D: the N // 2 + 1 modes of a real transform. 2-D and 3-D: only modes whose indices are all in [0, n // 2), in
+    shells floor(|k|) below the smallest n // 2. Half of a 2-D plane's modes and three quarters of a 3-D box's distinct
+    ones are left out by that definition; it is kept because published numbers rest on it.
+    """
+    grid = error.shape[3:]
+    power = _spectrum(error).abs().square()
+    if len(grid) == 1:
+        return power
+    for axis, points in enumerate(grid, start=3):
+        power = power.narrow(axis, 0, points // 2)
+    shell = _radius([torch.arange(n // 2, device=error.device).float() for n in grid]).floor().long()
+    return _sum_shells(power, shell, min(grid) // 2)
+
+
+def _radius(axes: list[Tensor]) -> Tensor:
+    """|k| on the box spanned by the axes' wavenumbers; float32 roots of integer squares are exact at the integers."""
+    return sum(k.square() for k in torch.meshgrid(*axes, indexing="ij")).sqrt()
+
+
+def _sum_shells(power: Tensor, shell: Tensor, num_shells: int) -> Tensor:
+    """Sum (B, T, C, *modes) by shell number (*modes) into (B, T, C, num_shells), dropping shells beyond."""
+    power, shell = power.flatten(3), shell.flatten()
+    inside = shell < num_shells
+    sums = power.new_zeros(*power.shape[:3], num_shells)
+    return sums.index_add_(-1, shell[inside], power[..., inside])
