@@ -61,9 +61,9 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
     wide = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
     target = target.to(wide)
     error = prediction.to(wide) - target
-    # An infinite error would vanish from a median and an FFT mixes inf and NaN as it likes: NaN is one plain answer.
-    error = torch.where(torch.isfinite(error), error, torch.nan)
     space = tuple(range(3, error.ndim))
+    # One bad value spoils its whole frame: an infinity would vanish from a median, and one inside from the boundary.
+    error = error.masked_fill(~torch.isfinite(error).flatten(3).all(-1)[(...,) + (None,) * len(space)], torch.nan)
     # Sums over 128^3 points in float32 lose the digits cRMSE is made of.
     total = torch.float32 if error.device.type == "mps" else torch.float64
     statistics = {
@@ -76,7 +76,9 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
     }
     if sample_index is not None:
         if sample_index.shape != error.shape[:1]:
-            raise DataError(f"sample_index {tuple(sample_index.shape)} -> one index for each of {error.shape[0]} samples")
+            raise DataError(
+                f"sample_index {tuple(sample_index.shape)} -> one index for each of {error.shape[0]} samples"
+            )
         statistics["sample_index"] = sample_index.to(torch.int64)
     return statistics
 
@@ -87,16 +89,17 @@ def concatenate(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         raise DataError("no statistics to join -> evaluate at least one sample")
     if any(part.keys() != parts[0].keys() for part in parts):
         raise DataError(f"statistics with different keys, {[sorted(part) for part in parts]} -> join one kind only")
-    for key, first in parts[0].items():
+    for key in parts[0]:
         shapes = {tuple(part[key].shape[1:]) for part in parts}
         if len(shapes) > 1:
-            raise DataError(f"statistics {key} of shapes {sorted(shapes)} (time, channel, ...) -> reduce each data set alone")
-        assert first.ndim >= 1, key
+            raise DataError(
+                f"statistics {key} of shapes {sorted(shapes)} (time, channel, ...) -> reduce each data set alone"
+            )
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     if "sample_index" in joined:
         index = joined["sample_index"]
         order = torch.argsort(index, stable=True)
-        keep = order[torch.diff(index[order], prepend=index.new_full((1,), -1)) != 0]
+        keep = order[torch.diff(index[order], prepend=index[order][:1] - 1) != 0]
         joined = {key: value[keep] for key, value in joined.items()}
     return joined
 
@@ -130,7 +133,7 @@ def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str,
         corner, 3-D edge) counts twice, on three faces three times; in 3-D the squares are summed over channels.
     frmse_low, _mid, _high: sqrt of the mean over samples of |FFT(e)|^2 of a wavenumber shell, over the number of grid
         points, times `domain_size`; then mean over the shells of a band, over time and channel. NaN where the grid is
-        too coarse to hold the band (fewer than 24 points across for `high`).
+        too coarse to hold the band (`high` wants 24 points in 1-D, 26 across in 2-D and 3-D).
     Zero targets: see `nrmse`.
 
     Args:
@@ -198,8 +201,8 @@ def energy_spectrum(field: Tensor) -> tuple[Tensor, Tensor]:
     """Isotropic energy spectrum: how much of the mean square sits at each wavenumber.
 
     |FFT(u) / N|^2 over all modes, summed over shells |k| rounded to the nearest integer, up to the smallest axis'
-    Nyquist number; the corners of the Fourier box beyond it are dropped, because those shells are incomplete. So the sum
-    over shells is the mean of u^2 for fields resolved by the grid. Fields that are not periodic leak into high shells.
+    Nyquist number; the corners of the Fourier box beyond it are dropped, because those shells are incomplete. So the
+    sum over shells is the mean of u^2 for fields the grid resolves. Fields that are not periodic leak into high shells.
 
     Args:
         field: (B, T, C, *grid), any float dtype; transformed in float32 at least.
@@ -238,8 +241,8 @@ def _positive_block_shells(error: Tensor) -> Tensor:
     """|FFT(e) / N|^2 by wavenumber as PDEBench counts: (B, T, C, K).
 
     1-D: the N // 2 + 1 modes of a real transform. 2-D and 3-D: only modes whose indices are all in [0, n // 2), in
-    shells floor(|k|) below the smallest n // 2. Half of a 2-D plane's modes and three quarters of a 3-D box's distinct
-    ones are left out by that definition; it is kept because published numbers rest on it.
+    shells floor(|k|) below the smallest n // 2. Half of a 2-D plane's distinct modes and three quarters of a
+    3-D box's are left out by that definition; it is kept because published numbers rest on it.
     """
     grid = error.shape[3:]
     power = _spectrum(error).abs().square()
