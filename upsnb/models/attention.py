@@ -1,0 +1,118 @@
+"""Attention over tokens that keep their place in space, and the pre-norm block made of it.
+
+Shape letters, here and in every file of this package: B batch, L latent tokens, Q query points, D width, H heads,
+S space dimensions, C channels, T frames.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NUM_MODULATIONS = 4  # scale and shift, before attention and before the MLP
+
+
+def rotary_table(positions: Tensor, periodic: tuple[bool, ...], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines that rotate pairs of head channels by position (RoFormer, arXiv 2104.09864).
+
+    On a periodic axis the frequencies are whole numbers of turns, so the attention score depends on the periodic
+    distance only; elsewhere they are spaced geometrically from half a turn up.
+
+    Args:
+        positions: (N, S) float, unit coordinates in [0, 1].
+        periodic: one flag per axis.
+        head_dim: even width of one head; its pairs are dealt out to the axes in turn.
+    Returns:
+        Two (N, head_dim / 2) float32 tensors.
+    """
+    num_dims, num_pairs = positions.shape[-1], head_dim // 2
+    angles = torch.zeros(positions.shape[0], num_pairs, dtype=torch.float32, device=positions.device)
+    for axis in range(num_dims):
+        pairs = torch.arange(axis, num_pairs, num_dims, device=positions.device)
+        order = torch.arange(len(pairs), device=positions.device, dtype=torch.float32)
+        turns = order + 1 if periodic[axis] else 0.5 * 2 ** (order * 5 / max(len(pairs) - 1, 1))
+        angles[:, pairs] = 2 * torch.pi * positions[:, axis : axis + 1].float() * turns
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BHND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the channel pairs (i, i + D/2) of each token by its table row; keeps shape and dtype."""
+    cos, sin = (part.to(x_BHND.dtype) for part in table)
+    first, second = x_BHND.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with QK norm and rotary positions; self-attention unless a context is given."""
+
+    def __init__(self, dim: int, num_heads: int, qk_norm: bool, context_dim: int | None = None):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key_value = nn.Linear(context_dim or dim, 2 * dim, bias=False)
+        self.query_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.output = nn.Linear(dim, dim)
+
+    def forward(self, x_BND: Tensor, table, context_BLD: Tensor | None = None, context_table=None) -> Tensor:
+        """(B, N, D) -> (B, N, D); tables rotate queries and keys, None leaves them as they are."""
+        if context_BLD is None:
+            context_BLD, context_table = x_BND, table
+        batch, num_queries, dim = x_BND.shape
+        heads = (self.num_heads, self.head_dim)
+        q = self.query(x_BND).view(batch, num_queries, *heads).transpose(1, 2)
+        k, v = self.key_value(context_BLD).view(batch, -1, 2, *heads).permute(2, 0, 3, 1, 4)
+        q, k = self.query_norm(q), self.key_norm(k)
+        if table is not None:
+            q = rotate(q, table)
+        if context_table is not None:
+            k = rotate(k, context_table)
+        # RMSNorm leaves autocast for float32; attention kernels want one dtype
+        y = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v)
+        return self.output(y.transpose(1, 2).reshape(batch, num_queries, dim))
+
+
+class Mlp(nn.Module):
+    """Two linear layers around a GELU."""
+
+    def __init__(self, dim: int, hidden_dim: int, output_dim: int | None = None):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden_dim)
+        self.down = nn.Linear(hidden_dim, output_dim or dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, both modulated by the condition (DiT's adaLN, arXiv 2212.09748, without gates).
+
+    The modulation is shared by all blocks and each block adds a learned offset (PixArt's adaLN-single, arXiv
+    2310.00426): 12 blocks of their own projections would add half the operator's parameters again.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, qk_norm: bool, drop_path: float):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim, elementwise_affine=False)
+        self.mlp_norm = nn.LayerNorm(dim, elementwise_affine=False)
+        self.attention = Attention(dim, num_heads, qk_norm)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.modulation_offset = nn.Parameter(torch.zeros(NUM_MODULATIONS, dim))
+        self.drop_path = drop_path
+        for output in (self.attention.output, self.mlp.down):  # a new block is the identity
+            nn.init.zeros_(output.weight)
+            nn.init.zeros_(output.bias)
+
+    def forward(self, x_BLD: Tensor, modulation_BMD: Tensor, table) -> Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        scale_a, shift_a, scale_m, shift_m = (modulation_BMD + self.modulation_offset).unsqueeze(2).unbind(1)
+        x_BLD = x_BLD + self._thin(self.attention(self.attention_norm(x_BLD) * (1 + scale_a) + shift_a, table))
+        return x_BLD + self._thin(self.mlp(self.mlp_norm(x_BLD) * (1 + scale_m) + shift_m))
+
+    def _thin(self, update: Tensor) -> Tensor:
+        """Stochastic depth per sample (arXiv 1603.09382)."""
+        if not self.training or self.drop_path == 0:
+            return update
+        keep = torch.rand(update.shape[0], 1, 1, device=update.device) >= self.drop_path
+        return update * keep.to(update.dtype) / (1 - self.drop_path)

@@ -1,0 +1,126 @@
+"""Where a dataset's fields and tokens live: the one place that knows grids, patches and unit coordinates."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from upsnb.errors import DataError
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """What the model must know of a dataset; plain data that travels with every checkpoint."""
+
+    name: str
+    family: str
+    grid_shape: tuple[int, ...]  # training resolution
+    periodic: tuple[bool, ...]
+    input_channels: int
+    output_channels: int
+    input_frames: int
+    output_frames: int
+    num_parameters: int
+    time_dependent: bool
+    dt: float  # physical time between two frames, 0 where static
+    tokens: int  # budget of latent tokens
+    input_mean: tuple[float, ...]  # per channel, over the training split
+    input_std: tuple[float, ...]
+    output_mean: tuple[float, ...]
+    output_std: tuple[float, ...]
+    parameter_mean: tuple[float, ...]
+    parameter_std: tuple[float, ...]
+
+    @property
+    def num_dims(self) -> int:
+        return len(self.grid_shape)
+
+    @property
+    def patch(self) -> int:
+        """Cells per token and axis: the smallest even divisor of the grid whose token count is within budget."""
+        for patch in range(2, min(self.grid_shape) + 1, 2):
+            if all(size % patch == 0 for size in self.grid_shape):
+                if math.prod(size // patch for size in self.grid_shape) <= self.tokens:
+                    return patch
+        raise DataError(
+            f"dataset {self.name}: no even patch divides the grid {self.grid_shape} into at most {self.tokens} tokens "
+            "-> raise latent.tokens, or choose a reduced_resolution whose grid has more even divisors"
+        )
+
+    @property
+    def token_grid(self) -> tuple[int, ...]:
+        return tuple(size // self.patch for size in self.grid_shape)
+
+
+def grid_points(shape: tuple[int, ...], device=None) -> Tensor:
+    """Cell centres of a grid in unit coordinates, (N, S) float32, last axis fastest."""
+    axes = [(torch.arange(size, dtype=torch.float32, device=device) + 0.5) / size for size in shape]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(shape))
+
+
+def pad_axis(x: Tensor, axis: int, before: int, after: int, periodic: bool) -> Tensor:
+    """Pad one axis by wrapping around or by repeating the edge."""
+    size = x.shape[axis]
+    index = torch.arange(-before, size + after, device=x.device)
+    return x.index_select(axis, index % size if periodic else index.clamp(0, size - 1))
+
+
+def pad(x: Tensor, before: int, after: int, periodic: tuple[bool, ...]) -> Tensor:
+    """Pad the last len(periodic) axes, each as its boundary asks."""
+    for axis, wraps in zip(range(-len(periodic), 0), periodic):
+        x = pad_axis(x, axis, before, after, wraps)
+    return x
+
+
+def neighbours(points_QS: Tensor, shape: tuple[int, ...], periodic: tuple[bool, ...]):
+    """The 2^S grid cells around each point, with hat weights, for multilinear blending.
+
+    Args:
+        points_QS: (Q, S) unit coordinates.
+    Returns:
+        index (Q, 2^S) into the flattened grid; weight (Q, 2^S), summing to one; offset (Q, 2^S, S), point minus
+        cell centre in cell widths. Beyond a closed edge the edge cell stands in, at its ghost's position.
+    """
+    sizes = torch.tensor(shape, device=points_QS.device)
+    position = points_QS * sizes - 0.5
+    low = position.floor()
+    index, weight, offset = [], [], []
+    for corner in itertools.product((0, 1), repeat=len(shape)):
+        cell = low + torch.tensor(corner, device=points_QS.device)
+        offset.append(position - cell)
+        weight.append((1 - offset[-1].abs()).prod(-1))
+        cell = cell.long()
+        axes = [
+            cell[:, axis] % size if wraps else cell[:, axis].clamp(0, size - 1)
+            for axis, (size, wraps) in enumerate(zip(shape, periodic))
+        ]
+        flat = axes[0]
+        for axis, size in enumerate(shape[1:], start=1):
+            flat = flat * size + axes[axis]
+        index.append(flat)
+    return torch.stack(index, 1), torch.stack(weight, 1), torch.stack(offset, 1)
+
+
+def sample_at(field: Tensor, points_QS: Tensor, periodic: tuple[bool, ...]) -> Tensor:
+    """Multilinear interpolation of (..., *grid) at (Q, S) unit coordinates -> (..., Q)."""
+    shape = field.shape[-len(periodic) :]
+    index, weight, _ = neighbours(points_QS, tuple(shape), periodic)
+    return (field.flatten(-len(periodic))[..., index] * weight).sum(-1)
+
+
+def resample(field: Tensor, shape: tuple[int, ...], periodic: tuple[bool, ...]) -> Tensor:
+    """Bring (..., *grid) to another grid of the same domain: cell averages downwards, multilinear otherwise."""
+    old = tuple(field.shape[-len(shape) :])
+    if old == tuple(shape):
+        return field
+    lead = field.shape[: -len(shape)]
+    if all(a % b == 0 for a, b in zip(old, shape)):
+        pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(shape) - 1]
+        factor = tuple(a // b for a, b in zip(old, shape))
+        return pool(field.reshape(-1, 1, *old), factor).reshape(*lead, *shape)
+    return sample_at(field, grid_points(shape, field.device), periodic).reshape(*lead, *shape)
