@@ -67,6 +67,7 @@ class DatasetConfig(Section):
     num_samples: PositiveInt | None = None  # read at most this many samples of each file
     input_frames: PositiveInt = 1  # frames the model sees in one call
     output_frames: PositiveInt = 1  # frames the model predicts in one call
+    tokens: PositiveInt | None = None  # budget of latent tokens for this dataset; empty: latent.tokens
     augment: bool = False  # the equation's own symmetries, at random, in training
 
 
@@ -327,6 +328,12 @@ def contradictions(config: RunConfig) -> list[str]:
             training.lambda_forward > 0 and training.lambda_inv_enc > 0,
             "operator.rollout: latent needs training.lambda_forward > 0 and training.lambda_inv_enc > 0, "
             "otherwise nothing trains the latent step and its decoding head",
+        )
+    if config.operator.encoder == "perceiver":
+        require(
+            config.operator.decoder == "cross_attention",
+            f"operator.decoder: {config.operator.decoder} needs tokens that keep their place, and the perceiver's have "
+            "none -> set operator.decoder: cross_attention or operator.encoder: patch",
         )
     if config.evaluation.symmetry_average:
         require(

@@ -148,7 +148,7 @@ class CrossAttentionDecoder(nn.Module):
         super().__init__()
         self.spec, self.ordered, self.head_dim = spec, ordered, dim // num_heads
         self.num_frequencies = 2 * max(spec.grid_shape) // max(spec.patch, 2)
-        self.embed = Mlp(2 * spec.num_dims * self.num_frequencies, dim)
+        self.embed = Mlp(2 * spec.num_dims * self.num_frequencies, dim, dim)
         self.query_norm, self.token_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = Attention(dim, num_heads, qk_norm=True)
         self.norm, self.mlp = nn.LayerNorm(dim), Mlp(dim, 2 * dim)
