@@ -1,0 +1,56 @@
+# Every target does its own set-up on a fresh clone: .venv is made once, and again when the pinned versions change.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
+	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MPLBACKEND ?= Agg
+
+.PHONY: demo test lab check clean help
+help:
+	@echo "make demo    train a small operator on this machine and print what it reached (about 5 minutes)"
+	@echo "make lab     open the notebooks in JupyterLab"
+	@echo "make check   ruff and the repository's own rules (seconds)"
+	@echo "make test    check, then all tests and all notebooks"
+	@echo "make clean   remove .venv and caches; data and outputs stay"
+
+demo: $(STAMP) compiler
+	$(BIN)/python -m upsnb run notebooks/01_train.ipynb -f params/quick.yaml
+
+lab: $(STAMP) compiler
+	$(BIN)/jupyter lab --notebook-dir=. $(LAB_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q tests/test_repository.py
+
+# Fast tests first: most mistakes show within a minute. nbval has its own time limit per cell, and a cell that trains
+# takes longer than any test may.
+test: check compiler
+	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py
+	$(BIN)/python -m pytest -q tests -m slow || test $$? = 5  # 5: no test is marked slow
+	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -v --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
+		--timeout=0 $(NOTEBOOKS))
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+.PHONY: compiler
+compiler:
+	@command -v g++ >/dev/null || command -v clang++ >/dev/null || \
+		echo "No C++ compiler (g++ or clang++) found: torch.compile on the CPU will not work until one is installed."
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; python3 here is: $$(python3 --version 2>&1)." \
+		"Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install python3-venv."; exit 1; }
+
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing the pinned packages into $(VENV) (once; torch alone is large)"
+	$(BIN)/python -m pip install -c constraints.txt -e '.[lab,test]'
+	@touch $@
