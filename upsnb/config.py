@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from upsnb.errors import ConfigError
 
@@ -287,7 +296,7 @@ def contradictions(config: RunConfig) -> list[str]:
     require(bool(config.data.datasets), "data.datasets: is empty -> name at least one dataset")
     require(
         pdet.input_dim in (None, latent.dim),
-        f"operator.pdet.input_dim: is {pdet.input_dim} but latent.dim is {latent.dim} -> make them equal or leave it out",
+        f"operator.pdet.input_dim: is {pdet.input_dim} but latent.dim is {latent.dim} -> make them equal",
     )
     require(
         config.diffusion.latent_dim in (None, latent.dim),
@@ -295,7 +304,7 @@ def contradictions(config: RunConfig) -> list[str]:
     )
     require(
         pdet.hidden_dim % pdet.num_heads == 0 and (pdet.hidden_dim // pdet.num_heads) % 2 == 0,
-        f"operator.pdet.num_heads: {pdet.hidden_dim} over {pdet.num_heads} heads -> hidden_dim must be an even multiple",
+        f"operator.pdet.num_heads: {pdet.hidden_dim} over {pdet.num_heads} heads -> make hidden_dim an even multiple",
     )
     for name, dataset in config.data.datasets.items():
         if dataset.family == "darcy2d":
@@ -413,9 +422,10 @@ def _explain(error: dict) -> str:
     if kind == "literal_error":
         return f"{path}: got {shown} -> choose {error['ctx']['expected']}"
     if isinstance(found, str) and kind in ("float_type", "int_type", "float_parsing", "int_parsing"):
-        if re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", found):
-            mantissa, exponent = re.split("[eE]", found)
-            return f"{path}: got {shown} -> write {mantissa}.0e{exponent} (YAML wants the dot)"
+        if parts := re.fullmatch(r"([+-]?\d*\.?\d*)[eE]([+-]?)(\d+)", found):
+            mantissa, sign, exponent = parts.groups()
+            written = f"{mantissa}{'' if '.' in mantissa else '.0'}e{sign or '+'}{exponent}"
+            return f"{path}: got {shown} -> write {written} (YAML wants the dot and the sign)"
         return f"{path}: got {shown} -> write a number without quotes"
     message = error["msg"][0].lower() + error["msg"][1:]
     return f"{path}: got {shown} -> {message}"

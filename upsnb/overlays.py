@@ -1,8 +1,8 @@
 """Overlays: partial configs from params files, notebook parameters and the command line, put on top of each other.
 
 An overlay may be nested (`training: {compile: true}`), dotted (`training.compile: true`) or flat (`compile: true`:
-looked up in FLAT_ORDER, then wherever only one setting ends so). `null` takes a setting back to its default. A mapping of named things, such as
-`data.datasets`, is replaced whole; a dotted path changes one entry of it.
+looked up in FLAT_ORDER, then wherever only one setting ends so). `null` takes a setting back to its default. A mapping
+of named things, such as `data.datasets`, is replaced whole; a dotted path changes one entry of it.
 """
 
 from __future__ import annotations
