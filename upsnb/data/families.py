@@ -30,9 +30,10 @@ def _check_advection_speed(header: Header, handle: h5py.File) -> list[str]:
         shifted = np.fft.irfft(waves * np.exp(-2j * np.pi * k * factor * beta * times[frame]), n=len(x))
         return float(np.linalg.norm(shifted - later) / (np.linalg.norm(later - later.mean()) + 1e-30))
 
-    if misfit(1.0) > 0.3:
+    # PDEBench's own numerical error is below 0.01 here, noise or another PDE fits no speed at all.
+    if misfit(1.0) > 0.1:
         for factor in (0.5, 2.0):
-            if misfit(factor) < 0.1:
+            if misfit(factor) < 0.2 * misfit(1.0):
                 problems.append(
                     f"{header.path}: tensor, sample 0: waves move at {factor * beta:g}, {factor:g} times beta {beta:g}"
                     " -> advection files from before Aug 2023 are wrong in time by 2, download the current one"
