@@ -1,0 +1,280 @@
+"""Generated files are laid out as the real ones, hold exact solutions, and appear whole or not at all."""
+
+import h5py
+import numpy as np
+import pytest
+import scipy.ndimage
+
+from upsnb.data import generate
+from upsnb.data.families import open_source
+from upsnb.data.generate import (
+    advection_solution,
+    draw_permeability,
+    draw_waves,
+    generate_advection,
+    generate_darcy,
+    initial_state,
+    solve_darcy,
+)
+from upsnb.errors import DataError
+
+SMALL = {
+    generate_advection: {"num_samples": 3, "beta": 0.4, "resolution": 32, "num_times": 6},
+    generate_darcy: {"num_samples": 3, "beta": 1.0, "resolution": 16},
+}
+both = pytest.mark.parametrize("make", SMALL, ids=lambda make: make.__name__)
+
+
+def _nrmse(found, expected):
+    """Per sample, over all other axes."""
+    axes = tuple(range(1, found.ndim))
+    return np.sqrt(((found - expected) ** 2).mean(axes) / (expected**2).mean(axes))
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "file", "settings"),
+    [
+        (generate_advection, "1D_Advection_Sols_beta0.4.hdf5", {"beta": 0.4}),
+        (generate_advection, "1D_Advection_Sols_beta1.0.hdf5", {"beta": 1.0, "resolution": 1024, "num_times": 201}),
+        (generate_darcy, "2D_DarcyFlow_beta1.0_Train.hdf5", {"beta": 1.0}),
+        (generate_darcy, "2D_DarcyFlow_beta1.0_res128.hdf5", {"beta": 1.0, "resolution": 128}),
+    ],
+)
+def test_layout_equals_the_real_layout_key_by_key(shared_data, tmp_path, make, file, settings):
+    with h5py.File(shared_data / file) as real, h5py.File(make(tmp_path / file, 2, **settings)) as ours:
+        assert sorted(ours) == sorted(real)
+        for key in real:
+            assert ours[key].dtype == real[key].dtype
+            assert ours[key].chunks == real[key].chunks
+            assert ours[key].compression == real[key].compression
+            same = 0 if key.endswith("coordinate") else 1  # all but the number of samples
+            assert ours[key].shape[same:] == real[key].shape[same:]
+        assert set(ours.attrs) == set(real.attrs) | {"generator", "seed"}
+        assert ours.attrs["beta"] == real.attrs["beta"]
+        assert type(ours.attrs["beta"]) is type(real.attrs["beta"])
+        for key in (key for key in real if key.endswith("coordinate")):
+            # Advection's small file is strided from 1024 cells: its points lie up to half a cell before our centres.
+            np.testing.assert_allclose(ours[key], real[key], atol=1e-6 if "Adv" not in file else 0.5 / 256)
+
+
+@both
+def test_the_reader_serves_generated_files(tmp_path, make):
+    path = make(tmp_path / "new" / "folder" / "file.hdf5", **SMALL[make])
+    name = "advection1d" if make is generate_advection else "darcy2d"
+    source = open_source(name, path)
+    source.read_all()
+    assert source.num_samples == 3
+    assert source.parameters[0, 0] == pytest.approx(SMALL[make]["beta"])
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.4, 1.0, 7.0, -2.0, 0.0])
+@pytest.mark.parametrize("resolution", [32, 256])
+def test_the_readers_speed_check_accepts_every_generated_file(tmp_path, beta, resolution):
+    for seed in range(10):
+        open_source("advection1d", generate_advection(tmp_path / "a.h5", 1, beta, resolution, 41, seed=seed))
+
+
+# --- advection ------------------------------------------------------------------------------------------------------
+
+
+def test_frames_are_the_first_frame_moved_by_beta_t(tmp_path):
+    resolution, beta = 64, 0.25
+    source = open_source("advection1d", generate_advection(tmp_path / "a.h5", 40, beta, resolution, 9, seed=5))
+    tensor = source.read_all()[0][:, :, 0]
+    for frame, time in enumerate(source.times):  # beta t N is a whole number of cells here: no interpolation
+        cells = beta * time * resolution
+        assert cells == np.rint(cells)
+        np.testing.assert_allclose(tensor[:, frame], np.roll(tensor[:, 0], int(cells), axis=1), atol=2e-6)
+
+
+def test_the_file_holds_the_exact_solution(tmp_path):
+    source = open_source("advection1d", generate_advection(tmp_path / "a.h5", 20, 0.7, 50, 11, seed=3))
+    x, times = (np.arange(50) + 0.5) / 50, np.linspace(0, 2, 11)
+    expected = advection_solution(draw_waves(3, np.arange(20)), 0.7, x, times)
+    np.testing.assert_allclose(source.read_all()[0][:, :, 0], expected, atol=1e-6)
+
+
+def test_the_solution_satisfies_the_equation():
+    waves, beta, step, points = draw_waves(0, np.arange(30)), 0.7, 1e-5, np.linspace(0.01, 0.98, 50)
+    times = np.array([0.5 - step, 0.5, 0.5 + step])
+    left, middle, right = (advection_solution(waves, beta, points + offset, times) for offset in (-step, 0, step))
+    residual = (middle[:, 2] - middle[:, 0] + beta * (right[:, 1] - left[:, 1])) / (2 * step)
+    assert np.median(np.abs(residual)) < 1e-6  # all but kinks of |u|
+    assert np.mean(np.abs(residual) > 1e-3) < 0.01
+
+
+def test_states_are_periodic():
+    waves = draw_waves(0, np.arange(200))
+    np.testing.assert_allclose(
+        initial_state(waves, np.array([1e-12])), initial_state(waves, np.array([-1e-12])), atol=1e-6
+    )
+
+
+def test_a_tenth_of_the_states_is_folded_and_a_tenth_windowed():
+    waves = draw_waves(0, np.arange(3000))
+    assert np.mean(waves.folds != 0) == pytest.approx(0.1, abs=0.02)
+    assert np.mean(~np.isnan(waves.windows)) == pytest.approx(0.1, abs=0.02)
+    assert set(np.unique(waves.folds)) == {-1.0, 0.0, 1.0}
+    states = initial_state(waves, np.linspace(0, 1, 64))
+    assert (states[waves.folds == 1] >= 0).all()
+    assert (states[waves.folds == -1] <= 0).all()
+    assert np.abs(states[~np.isnan(waves.windows)][:, 48:]).max() < 1e-3
+
+
+def test_states_resemble_the_real_ones(shared_data):
+    real = open_source("advection1d", shared_data / "1D_Advection_Sols_beta0.4.hdf5")
+    real_states = real.read_all()[0][:, 0, 0].astype(np.float64)
+    states = initial_state(draw_waves(0, np.arange(2000)), real.coordinates[0])
+    assert states.std() == pytest.approx(real_states.std(), rel=0.1)
+    assert states.mean(axis=1).std() == pytest.approx(real_states.mean(axis=1).std(), rel=0.15)
+    spectra = [np.abs(np.fft.rfft(u, axis=1)).mean(axis=0)[1:9] for u in (states, real_states)]
+    assert np.corrcoef(*spectra)[0, 1] > 0.97
+
+
+def test_the_real_file_is_the_exact_solution_of_its_first_frame(shared_data):
+    """The claim behind our generator: within PDEBench's own numerical error, 0.45 % at t = 2."""
+    source = open_source("advection1d", shared_data / "1D_Advection_Sols_beta0.4.hdf5")
+    tensor, points = source.read_all()[0][:, :, 0].astype(np.float64), 256
+    wavenumbers = np.arange(points // 2 + 1)
+    moved = np.fft.rfft(tensor[:, 0]) * np.exp(-2j * np.pi * wavenumbers * 0.4 * source.times[-1])
+    assert _nrmse(tensor[:, -1], np.fft.irfft(moved, n=points)).mean() < 0.006
+
+
+# --- Darcy ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_solver_agrees_with_the_real_file_as_far_as_that_is_steady(shared_data):
+    source = open_source("darcy2d", shared_data / "2D_DarcyFlow_beta1.0_Train.hdf5")
+    nu, pressure = (values[:, 0, 0].astype(np.float64) for values in source.read_all())
+    scores = _nrmse(np.stack([solve_darcy(one, 1.0) for one in nu]), pressure)
+    assert 0.024 < scores.mean() < 0.0275
+    assert 0.001 < np.median(scores) < 0.002
+    assert 0.08 < np.percentile(scores, 90) < 0.10
+
+
+def test_the_solver_agrees_with_the_real_file_at_official_resolution(shared_data):
+    source = open_source("darcy2d", shared_data / "2D_DarcyFlow_beta1.0_res128.hdf5", num_samples=6)
+    nu, pressure = (values[:, 0, 0].astype(np.float64) for values in source.read_all())
+    assert np.median(_nrmse(np.stack([solve_darcy(one, 1.0) for one in nu]), pressure)) < 0.003
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_discrete_equation_holds_in_every_cell(axis):
+    """Fluxes through four faces add up to the forcing, also at walls and where nu jumps."""
+    nu = draw_permeability(1, 0, 24)
+    nu = nu if axis == 0 else nu.T
+    pressure = np.pad(solve_darcy(nu, 3.0), 1)
+    nu = np.pad(nu, 1, mode="edge")
+    outflow = np.zeros((24, 24))
+    for along, shift in ((0, 1), (0, -1), (1, 1), (1, -1)):
+        face = 0.5 * (nu + np.roll(nu, shift, along))
+        outflow += (face * (pressure - np.roll(pressure, shift, along)))[1:-1, 1:-1]
+    np.testing.assert_allclose(outflow * 24**2, 3.0, rtol=1e-9)
+
+
+def test_a_constant_permeability_gives_the_textbook_maximum():
+    n = 63  # the ghost cells sit half a cell outside: the zero lines are (n + 1) / n apart
+    maximum = solve_darcy(np.ones((n, n)), 1.0).max() / ((n + 1) / n) ** 2
+    assert maximum == pytest.approx(0.0736713, rel=1e-3)
+
+
+def test_pressure_is_proportional_to_beta_and_inverse_to_permeability():
+    nu = draw_permeability(0, 0, 16)
+    np.testing.assert_allclose(solve_darcy(nu, 5.0), 5 * solve_darcy(nu, 1.0), rtol=1e-10)
+    np.testing.assert_allclose(solve_darcy(2 * nu, 1.0), solve_darcy(nu, 1.0) / 2, rtol=1e-10)
+
+
+def test_the_file_holds_the_solutions_of_its_coefficients(tmp_path):
+    source = open_source("darcy2d", generate_darcy(tmp_path / "d.h5", 4, 0.1, 20, seed=9))
+    inputs, targets = source.read_all()
+    for nu, pressure in zip(inputs[:, 0, 0], targets[:, 0, 0], strict=True):
+        np.testing.assert_allclose(pressure, solve_darcy(nu, 0.1), rtol=1e-5)
+
+
+def test_permeability_is_binary_and_never_uniform():
+    fields = np.stack([draw_permeability(0, sample, 16) for sample in range(300)])
+    np.testing.assert_array_equal(np.unique(fields), [0.1, 1.0])
+    assert (fields.reshape(300, -1).std(axis=1) > 0).all()
+
+
+def test_one_seed_is_one_field_at_every_resolution():
+    for sample in range(20):
+        coarse, fine = draw_permeability(0, sample, 21), draw_permeability(0, sample, 63)
+        np.testing.assert_array_equal(coarse, fine[1::3, 1::3])  # every third fine centre is a coarse centre
+
+
+def test_permeability_resembles_the_real_one(shared_data):
+    real = open_source("darcy2d", shared_data / "2D_DarcyFlow_beta1.0_Train.hdf5").read_all()[0][:, 0, 0] > 0.5
+    ours = np.stack([draw_permeability(0, sample, 64) for sample in range(300)]) > 0.5
+
+    def crossings(fields):
+        return (fields[:, 1:] != fields[:, :-1]).sum(axis=1).mean()
+
+    assert crossings(ours) == pytest.approx(crossings(real), rel=0.15)
+    assert ours.mean() == pytest.approx(real.mean(), abs=0.06)
+    assert np.mean([scipy.ndimage.label(field)[1] for field in ours]) < 2
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_seed_fixes_every_value_and_another_seed_changes_them(tmp_path, make):
+    values = []
+    for seed in (1, 1, 2):
+        with h5py.File(make(tmp_path / "a.h5", **SMALL[make], seed=seed)) as handle:
+            values.append(handle["tensor"][:])
+    np.testing.assert_array_equal(values[0], values[1])
+    assert (_nrmse(values[2], values[0]) > 0.01).all()
+
+
+@both
+def test_more_samples_begin_with_the_same_samples(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(generate, "_blocks", lambda n, size: ((i, i + 1) for i in range(n)))
+    with h5py.File(make(tmp_path / "few.h5", **SMALL[make])) as handle:
+        few = handle["tensor"][:]
+    monkeypatch.undo()
+    with h5py.File(make(tmp_path / "more.h5", **SMALL[make] | {"num_samples": 5})) as handle:
+        np.testing.assert_array_equal(handle["tensor"][:3], few)
+
+
+@both
+def test_a_failure_halfway_leaves_the_old_file_and_no_rubbish(tmp_path, make):
+    path = make(tmp_path / "a.h5", **SMALL[make])
+    before = path.read_bytes()
+
+    def stop(done, of):
+        assert path.read_bytes() == before  # a reader during the work sees the old file, whole
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(path, **SMALL[make], seed=1, progress=stop)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.h5"]
+    assert path.read_bytes() == before
+
+
+@both
+def test_an_open_source_outlives_the_replacement_of_its_file(tmp_path, make):
+    path = make(tmp_path / "a.h5", **SMALL[make])
+    source = open_source("advection1d" if make is generate_advection else "darcy2d", path)
+    before = source.read([0])[1]
+    make(path, **SMALL[make], seed=1)
+    np.testing.assert_array_equal(source.read([0])[1], before)
+
+
+@both
+def test_progress_ends_at_the_number_of_samples(tmp_path, make):
+    seen = []
+    make(tmp_path / "a.h5", **SMALL[make], progress=lambda done, of: seen.append((done, of)))
+    assert seen[-1] == (3, 3)
+
+
+@both
+@pytest.mark.parametrize("setting", [{"num_samples": 0}, {"resolution": 1}, {"beta": np.nan}, {"num_samples": 2.0}])
+def test_impossible_settings_are_refused_before_a_file_appears(tmp_path, make, setting):
+    with pytest.raises(DataError, match=f"{next(iter(setting))} is .* -> expected"):
+        make(tmp_path / "a.h5", **SMALL[make] | setting)
+    assert not list(tmp_path.iterdir())
