@@ -45,6 +45,8 @@ LOSS_TERMS = (
     "latent_diversity",  # tokens of one sample that do not collapse onto each other
 )
 INVERSE_TERMS = ("inv_enc", "inv_dec")
+TIME_TERMS = ("forward", "inv_dec", "rollout")  # need a next state of the same kind
+PHYSICS_TERMS = {"boundary": ("darcy2d",), "conservation": ("advection1d",), "positivity": ("darcy2d",)}
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 OpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -249,6 +251,7 @@ class EvaluationConfig(Section):
 
     split: Literal["validation", "test"] = "test"  # the split of the final report
     every_epochs: PositiveInt = 1  # validation after so many epochs
+    checkpoint: Literal["last", "best"] = "last"  # the weights reported on; best: on the validation split
     samples_per_call: PositiveInt = 32  # samples evaluated at a time; changes no metric
     rollout: bool = True  # roll trajectories out to their end
     symmetry_average: bool = False  # average the forecast over the square's eight symmetries
@@ -320,12 +323,11 @@ def contradictions(config: RunConfig) -> list[str]:
                 f"input_frames == output_frames, found {dataset.input_frames} and {dataset.output_frames}",
             )
     families = {dataset.family for dataset in config.data.datasets.values()}
-    if families == {"darcy2d"}:
-        for term in ("forward", "inv_dec", "rollout"):
-            require(
-                getattr(training, f"lambda_{term}") == 0,
-                f"training.lambda_{term}: acts on time-dependent datasets only, and there is none -> set it to 0",
-            )
+    for term, acting in {**dict.fromkeys(TIME_TERMS, ("advection1d",)), **PHYSICS_TERMS}.items():
+        require(
+            getattr(training, f"lambda_{term}") == 0 or bool(families & set(acting)),
+            f"training.lambda_{term}: acts on {', '.join(acting)} only, and no dataset is of that family -> set it to 0",
+        )
     for setting in ("loss_warmup_steps", "loss_frequency"):
         for term in getattr(training, setting):
             require(

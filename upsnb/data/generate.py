@@ -26,7 +26,7 @@ TIME_END = 2.0
 
 # Darcy permeability: a smooth random field cut at zero. Compared with 298 samples of PDEBench's generator: boundaries
 # crossed along a line 1.08 (1.13 there), autocorrelation 0.64 (0.65) at 1/8 and 0.31 (0.36) at 1/4 of the domain, share
-# of nu = 1 in 0.12..0.88 (0.14..0.79) for 5..95 % of the samples. Its blobs are more compact: 53 % one piece (89 %).
+# of nu = 1 in 0.12..0.88 (0.14..0.79) for 5..95 % of the samples. Its blobs are less compact: 53 % one piece (89 %).
 PERMEABILITY = (0.1, 1.0)
 CORRELATION_LENGTH = 0.3
 NUM_FEATURES = 128

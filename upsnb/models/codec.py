@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from upsnb.config import OperatorConfig
+from upsnb.data.spec import DatasetSpec
 from upsnb.models.attention import Attention, Mlp, rotary_table
-from upsnb.models.geometry import DatasetSpec, grid_points, neighbours, pad, resample, sample_at
+from upsnb.models.geometry import grid_points, neighbours, pad, resample, sample_at
 
 
 class PatchEncoder(nn.Module):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from upsnb.config import LatentConfig, OperatorConfig
+from upsnb.data.spec import DatasetSpec
 from upsnb.models.attention import rotary_table
 from upsnb.models.codec import build_decoder, build_encoder
-from upsnb.models.geometry import DatasetSpec, grid_points, sample_at
+from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.operator import Operator
 
 CONDITION_DIM = 128

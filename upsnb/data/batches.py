@@ -1,0 +1,239 @@
+"""Which pairs each rank trains on, in which order, and how they get to the device.
+
+The order is a function of (seed, epoch) alone: any rank, any restart and any number of ranks derive the same global
+microbatches and take their own slice. A pair is one (input frames, output frames) of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from upsnb.config import RunConfig
+from upsnb.data.datasets import Dataset
+from upsnb.errors import DataError
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """This rank's share of one global microbatch: pairs of a single dataset."""
+
+    dataset: str
+    pairs: np.ndarray  # (B, 2) int64: sample, first frame
+    seed: int  # of this microbatch's random draws, the same on all ranks
+    rows: slice  # this rank's rows of the global microbatch
+
+
+@dataclass
+class Batch:
+    """Tensors of one microbatch, physical units."""
+
+    dataset: str
+    inputs: Tensor  # (B, T_in, C_in, *grid) float32
+    targets: Tensor  # (B, calls * T_out, C_out, *grid) float32
+    parameters: Tensor  # (B, P) float32
+    seed: int
+
+
+class Schedule:
+    """The microbatches of every epoch.
+
+    An epoch visits every pair of the largest dataset once (but for an incomplete last microbatch, a different one each
+    epoch) and as many microbatches of each other dataset, reshuffled as often as needed. Datasets take turns.
+    """
+
+    def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int):
+        training = config.training
+        self.seed, self.rank, self.batch_size = training.seed, rank, training.batch_size
+        self.global_size = training.batch_size * world_size
+        calls = 2 if training.lambda_rollout > 0 else 1
+        self.pairs = {name: dataset.pairs("train", calls) for name, dataset in datasets.items()}
+        for name, pairs in self.pairs.items():
+            if len(pairs) < self.global_size:
+                raise DataError(
+                    f"dataset {name} has {len(pairs)} training pairs, one microbatch of all ranks takes "
+                    f"{self.global_size} ({world_size} x training.batch_size {self.batch_size}) -> lower batch_size"
+                )
+        self.per_dataset = max(len(pairs) // self.global_size for pairs in self.pairs.values())
+        self.num_microbatches = self.per_dataset * len(self.pairs)
+
+    def epoch(self, epoch: int, start: int = 0) -> list[Microbatch]:
+        """This rank's microbatches of an epoch from position `start` on."""
+        orders = {name: self._order(name, epoch) for name in self.pairs}
+        microbatches = []
+        for position in range(start, self.num_microbatches):
+            name = list(self.pairs)[position % len(self.pairs)]
+            first = (position // len(self.pairs)) * self.global_size
+            rows = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+            chosen = orders[name][first : first + self.global_size][rows]
+            seed = int(np.random.SeedSequence((self.seed, epoch, position)).generate_state(1)[0])
+            microbatches.append(Microbatch(name, self.pairs[name][chosen], seed, rows))
+        return microbatches
+
+    def _order(self, name: str, epoch: int) -> np.ndarray:
+        """Indices of pairs, enough for the epoch; each pass leaves out the tail that fills no microbatch."""
+        count, needed = len(self.pairs[name]), self.per_dataset * self.global_size
+        whole = count // self.global_size * self.global_size
+        key = sorted(self.pairs).index(name)
+        passes = [
+            np.random.default_rng((self.seed, epoch, key, number)).permutation(count)[:whole]
+            for number in range(-(-needed // whole))
+        ]
+        return np.concatenate(passes)[:needed]
+
+
+class PairReader(torch.utils.data.Dataset):
+    """Reads microbatches from HDF5; runs in loader processes, hands out CPU tensors only."""
+
+    def __init__(self, datasets: dict[str, Dataset], calls: int):
+        self.datasets, self.calls = datasets, calls
+
+    def __getitem__(self, microbatch: Microbatch) -> Batch:
+        dataset = self.datasets[microbatch.dataset]
+        spec, source = dataset.spec, dataset.source
+        samples = microbatch.pairs[:, 0]
+        if not spec.time_dependent:
+            inputs, targets = (torch.from_numpy(part) for part in source.read(samples))
+        else:
+            length = spec.input_frames + self.calls * spec.output_frames
+            windows = [
+                source.read(sample, dataset.frames[first : first + length])[0] for sample, first in microbatch.pairs
+            ]
+            frames = torch.from_numpy(np.concatenate(windows))
+            inputs, targets = frames[:, : spec.input_frames], frames[:, spec.input_frames :].contiguous()
+        parameters = torch.from_numpy(source.parameters[samples])
+        return Batch(microbatch.dataset, inputs.contiguous(), targets, parameters, microbatch.seed)
+
+
+class ResidentPairs:
+    """All samples of the datasets on the device; a microbatch is one gather."""
+
+    def __init__(self, datasets: dict[str, Dataset], calls: int, device: torch.device):
+        self.datasets, self.calls, self.device = datasets, calls, device
+        self.fields = {}
+        for name, dataset in datasets.items():
+            inputs, targets = dataset.source.read_all()
+            inputs = torch.from_numpy(inputs[:, dataset.frames]).to(device)
+            shared = dataset.family.time_dependent
+            targets = inputs if shared else torch.from_numpy(targets[:, dataset.frames]).to(device)
+            self.fields[name] = (inputs, targets, torch.from_numpy(dataset.source.parameters).to(device))
+
+    def __getitem__(self, microbatch: Microbatch) -> Batch:
+        spec = self.datasets[microbatch.dataset].spec
+        inputs, targets, parameters = self.fields[microbatch.dataset]
+        pairs = torch.from_numpy(microbatch.pairs).to(self.device, non_blocking=True)
+        samples = pairs[:, 0]
+        if not spec.time_dependent:
+            return Batch(microbatch.dataset, inputs[samples], targets[samples], parameters[samples], microbatch.seed)
+        length = spec.input_frames + self.calls * spec.output_frames
+        times = pairs[:, 1:] + torch.arange(length, device=self.device)
+        frames = inputs[samples[:, None], times]
+        return Batch(
+            microbatch.dataset,
+            frames[:, : spec.input_frames],
+            frames[:, spec.input_frames :],
+            parameters[samples],
+            microbatch.seed,
+        )
+
+
+def residency(datasets: dict[str, Dataset], config: RunConfig) -> str:
+    """ "device" or "workers": what the config says, or what fits."""
+    if config.data.residency != "auto":
+        return config.data.residency
+    total = sum(dataset.num_bytes for dataset in datasets.values())
+    return "device" if total <= config.data.max_resident_gib * 2**30 else "workers"
+
+
+class Loader:
+    """Batches of one epoch after another, on the device, augmented; remembers where it is."""
+
+    def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int, device):
+        self.datasets, self.config, self.device = datasets, config, torch.device(device)
+        self.schedule = Schedule(datasets, config, rank, world_size)
+        self.calls = 2 if config.training.lambda_rollout > 0 else 1
+        self.residency = residency(datasets, config)
+        resident = self.residency == "device"
+        self.reader = ResidentPairs(datasets, self.calls, self.device) if resident else None
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Batches from position `start` of an epoch; resuming there repeats and skips nothing."""
+        microbatches = self.schedule.epoch(epoch, start)
+        for microbatch, batch in zip(microbatches, self._read(microbatches), strict=True):
+            if self.datasets[batch.dataset].augment:
+                augment(batch, self.datasets[batch.dataset].family.name, microbatch, self.schedule.global_size)
+            yield batch
+
+    def _read(self, microbatches: list[Microbatch]) -> Iterator[Batch]:
+        if self.reader is not None:
+            for microbatch in microbatches:
+                yield self.reader[microbatch]
+            return
+        training = self.config.training
+        loader = DataLoader(
+            PairReader(self.datasets, self.calls),
+            sampler=microbatches,
+            batch_size=None,
+            num_workers=training.num_workers,
+            prefetch_factor=training.prefetch_factor if training.num_workers else None,
+            # a forked copy of a process with CUDA or OpenMP threads may hang; forkserver starts clean
+            multiprocessing_context="forkserver" if training.num_workers else None,
+        )
+        pin = training.pin_memory and self.device.type == "cuda"
+        for batch in loader:
+            for key in ("inputs", "targets", "parameters"):
+                value = getattr(batch, key)
+                setattr(batch, key, (value.pin_memory() if pin else value).to(self.device, non_blocking=pin))
+            yield batch
+
+
+# -- symmetries of the equations -----------------------------------------------------------------------------------
+
+
+def augment(batch: Batch, family: str, microbatch: Microbatch, global_size: int) -> None:
+    """Replace the batch by a random image of itself under its equation's symmetries.
+
+    Draws are made for the global microbatch and sliced, so that the curve does not depend on the number of ranks.
+    """
+    draws = np.random.default_rng(microbatch.seed)
+    if family == "advection1d":  # linear, with constant coefficients on a circle: shift and sign
+        size = batch.inputs.shape[-1]
+        shift = draws.integers(0, size, global_size)[microbatch.rows]
+        sign = draws.choice((-1.0, 1.0), global_size)[microbatch.rows]
+        batch.inputs, batch.targets = shift_and_sign((batch.inputs, batch.targets), shift, sign)
+    elif family == "darcy2d":  # isotropic, on a square
+        element = draws.integers(0, 8, global_size)[microbatch.rows]
+        batch.inputs, batch.targets = (transform_square(x, element) for x in (batch.inputs, batch.targets))
+
+
+def shift_and_sign(fields: tuple[Tensor, ...], shift: np.ndarray, sign: np.ndarray) -> tuple[Tensor, ...]:
+    """Roll each sample along its last axis by `shift` cells and multiply it by `sign`; (B,) arrays."""
+    device, size = fields[0].device, fields[0].shape[-1]
+    index = (torch.arange(size) - torch.from_numpy(shift)[:, None]).remainder(size).to(device, non_blocking=True)
+    factor = torch.from_numpy(sign).float().to(device, non_blocking=True)
+    images = []
+    for x in fields:
+        lead = (len(x),) + (1,) * (x.dim() - 2)
+        images.append(x.gather(-1, index.view(*lead, size).expand_as(x)) * factor.view(*lead, 1))
+    return tuple(images)
+
+
+def transform_square(x: Tensor, element: np.ndarray) -> Tensor:
+    """Apply one of the square's eight symmetries (bits: flip x, flip y, transpose) to each sample (B, ..., n, n)."""
+    for bit, image in ((1, lambda f: f.flip(-1)), (2, lambda f: f.flip(-2)), (4, lambda f: f.transpose(-1, -2))):
+        chosen = torch.from_numpy((element & bit) > 0).to(x.device, non_blocking=True)
+        x = torch.where(chosen.view(-1, *(1,) * (x.dim() - 1)), image(x), x)
+    return x
+
+
+def invert_square(x: Tensor, element: np.ndarray) -> Tensor:
+    """Undo `transform_square` with the same elements."""
+    for bit, image in ((4, lambda f: f.transpose(-1, -2)), (2, lambda f: f.flip(-2)), (1, lambda f: f.flip(-1))):
+        chosen = torch.from_numpy((element & bit) > 0).to(x.device, non_blocking=True)
+        x = torch.where(chosen.view(-1, *(1,) * (x.dim() - 1)), image(x), x)
+    return x

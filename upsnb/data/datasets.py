@@ -1,0 +1,190 @@
+"""From a dataset's config to checked files, splits, frames and training statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from upsnb.config import DataConfig, DatasetConfig, RunConfig
+from upsnb.data import generate
+from upsnb.data.families import FAMILIES, Family, Source, open_source, split_samples
+from upsnb.data.spec import DatasetSpec
+from upsnb.errors import DataError
+
+Progress = Callable[[str], None]
+STATISTICS_SAMPLES = 64  # trajectories read at a time for mean and variance
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset, ready to be read: which samples train, and which frames form a pair."""
+
+    name: str
+    source: Source
+    splits: dict[str, np.ndarray]  # "train", "validation", "test": sample indices
+    frames: np.ndarray  # saved times the model uses, every time_stride-th
+    spec: DatasetSpec
+    augment: bool
+
+    @property
+    def family(self) -> Family:
+        return self.source.family
+
+    @property
+    def dt(self) -> float:
+        return self.spec.dt
+
+    @property
+    def given_frames(self) -> int:
+        """Frames given before a rollout: PDEBench's initial_step, and no fewer than the model reads."""
+        return max(self.family.given_frames, self.spec.input_frames)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all samples in float32 after reduction."""
+        family = self.family
+        channels = len(family.output_channels) + (0 if family.time_dependent else len(family.input_channels))
+        return 4 * self.source.num_samples * len(self.frames) * channels * int(np.prod(self.source.grid_shape))
+
+    def pairs(self, split: str, calls: int = 1) -> np.ndarray:
+        """All (sample, first frame) of a split that leave room for `calls` consecutive forecasts, (P, 2) int64."""
+        if not self.family.time_dependent:
+            samples = self.splits[split]
+            return np.stack((samples, np.zeros_like(samples)), axis=1)
+        length = self.spec.input_frames + calls * self.spec.output_frames
+        starts = np.arange(len(self.frames) - length + 1)
+        samples, first = np.meshgrid(self.splits[split], starts, indexing="ij")
+        return np.stack((samples.ravel(), first.ravel()), axis=1)
+
+
+def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
+    """The files a dataset names, globs expanded.
+
+    Raises:
+        DataError: a name that matches nothing, with the HDF5 files that are there.
+    """
+    found, missing = [], []
+    for pattern in config.files:
+        matches = sorted(root.glob(pattern)) if not Path(pattern).is_absolute() else [Path(pattern)]
+        (found.extend(matches) if matches and matches[0].is_file() else missing.append(pattern))
+    if missing:
+        near = sorted(p.name for p in root.glob("*.h*5")) if root.is_dir() else []
+        has = f"it has {', '.join(near[:8])}" if near else "it has no HDF5 files"
+        raise DataError(
+            f"data.datasets.{name}.files: {', '.join(missing)} not found in {root} ({has}) -> correct data.root or the "
+            "name, or leave files empty to generate data"
+        )
+    return found
+
+
+def generated_path(config: DatasetConfig, root: Path) -> Path:
+    """Where the generated file of these settings lives: the name says all that its content depends on."""
+    made = config.generate
+    kind = "1D_Advection_Sols" if config.family == "advection1d" else "2D_DarcyFlow"
+    times = f"_t{made.num_times}" if config.family == "advection1d" else ""
+    stem = f"{kind}_beta{made.parameter:g}_n{made.num_samples}_x{made.resolution}{times}_seed{made.seed}"
+    return root / "generated" / f"{stem}.hdf5"
+
+
+def ensure_generated(config: DatasetConfig, root: Path, say: Progress) -> None:
+    """Generate the dataset's file unless it is there; one process of a run calls this, the others wait."""
+    path, made = generated_path(config, root), config.generate
+    if config.files or path.is_file():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    say(f"generating {path.name}")
+    common = {"num_samples": made.num_samples, "resolution": made.resolution, "seed": made.seed}
+    if config.family == "advection1d":
+        generate.generate_advection(path, beta=made.parameter, num_times=made.num_times, **common)
+    else:
+        generate.generate_darcy(path, beta=made.parameter, **common)
+
+
+def open_dataset(name: str, config: RunConfig, root: Path) -> Dataset:
+    """Open, check and split one dataset and measure its training statistics.
+
+    Raises:
+        DataError: files missing or wrong, an empty split, too few frames, a constant channel.
+    """
+    chosen: DatasetConfig = config.data.datasets[name]
+    files = find_files(name, chosen, root) if chosen.files else [generated_path(chosen, root)]
+    source = open_source(
+        chosen.family, files, chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples
+    )
+    splits = _split(source, config.data)
+    frames = np.arange(0, source.num_times, config.training.time_stride)
+    family = FAMILIES[chosen.family]
+    calls = 2 if config.training.lambda_rollout > 0 else 1
+    if family.time_dependent:
+        needed = max(
+            chosen.input_frames + calls * chosen.output_frames, max(family.given_frames, chosen.input_frames) + 1
+        )
+        if len(frames) < needed:
+            raise DataError(
+                f"data.datasets.{name}: {len(frames)} frames after reduced_resolution_t and training.time_stride, but "
+                f"{needed} are needed ({chosen.input_frames} in, {calls} x {chosen.output_frames} out, "
+                f"{family.given_frames} given before a rollout) -> lower the strides or the frames per call"
+            )
+    spec = _spec(name, chosen, config, source, splits["train"], frames)
+    return Dataset(name, source, splits, frames, spec, chosen.augment)
+
+
+def _split(source: Source, config: DataConfig) -> dict[str, np.ndarray]:
+    split = config.split
+    return split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
+
+
+def _spec(name, chosen: DatasetConfig, config: RunConfig, source: Source, train, frames) -> DatasetSpec:
+    inputs, outputs = _statistics(name, source, train, frames)
+    parameters = source.parameters[train].astype(np.float64)
+    spread = parameters.std(axis=0)
+    return DatasetSpec(
+        name=name,
+        family=source.family.name,
+        grid_shape=source.grid_shape,
+        periodic=source.family.periodic,
+        input_channels=len(source.family.input_channels),
+        output_channels=len(source.family.output_channels),
+        input_frames=chosen.input_frames,
+        output_frames=chosen.output_frames,
+        num_parameters=parameters.shape[1],
+        time_dependent=source.family.time_dependent,
+        dt=source.dt * config.training.time_stride,
+        tokens=chosen.tokens or config.latent.tokens,
+        input_mean=inputs[0],
+        input_std=inputs[1],
+        output_mean=outputs[0],
+        output_std=outputs[1],
+        parameter_mean=tuple(parameters.mean(axis=0).tolist()),
+        parameter_std=tuple(np.where(spread > 0, spread, 1.0).tolist()),  # one single value: nothing to scale by
+    )
+
+
+def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray):
+    """Mean and standard deviation per channel of inputs and outputs, over the training split only, in float64."""
+    sums: list[list] = [[], []]
+    for start in range(0, len(train), STATISTICS_SAMPLES):
+        both = source.read(train[start : start + STATISTICS_SAMPLES], frames)
+        for side, block in enumerate(both if both[0] is not both[1] else both[:1]):
+            axes = tuple(axis for axis in range(block.ndim) if axis != 2)
+            wide = block.astype(np.float64)
+            sums[side].append((wide.sum(axis=axes), np.square(wide).sum(axis=axes), block.size // block.shape[2]))
+    results = []
+    for side in sums:
+        if not side:  # inputs and outputs are one array
+            results.append(results[0])
+            continue
+        total, squares, count = (sum(parts) for parts in zip(*side, strict=True))
+        mean = total / count
+        std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+        if (std < 1e-12).any():
+            channel = int(np.argmin(std))
+            raise DataError(
+                f"data.datasets.{name}: channel {channel} is constant ({mean[channel]:g}) over the training split of "
+                f"{source.files[0]} -> there is nothing to learn from it"
+            )
+        results.append((tuple(mean.tolist()), tuple(std.tolist())))
+    return results

@@ -1,0 +1,137 @@
+"""Muon on the operator's hidden matrices, AdamW on everything else, and the learning rate over a stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from upsnb.config import OptimizerConfig, SchedulerConfig
+
+
+def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Hidden matrices of the operator's blocks; other weights; norms, biases and offsets (never decayed)."""
+    hidden, weights, plain = [], [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if ".blocks." in f".{name}" and name.endswith(".weight") and parameter.ndim == 2:
+            hidden.append(parameter)
+        elif parameter.ndim >= 2 and name.endswith(".weight"):
+            weights.append(parameter)
+        else:
+            plain.append(parameter)
+    return hidden, weights, plain
+
+
+def build(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """Optimizers that together own every trained parameter exactly once."""
+    hidden, weights, plain = split_parameters(model)
+    optimizers: list[torch.optim.Optimizer] = []
+    if config.name == "muon_hybrid" and hidden:
+        optimizers.append(
+            torch.optim.Muon(
+                hidden,
+                lr=config.muon_lr or config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                # scaled to AdamW's update size (Moonlight, arXiv 2502.16982, section 2.2), so one rate suits both
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    else:
+        weights = hidden + weights
+    groups = [
+        {"params": weights, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=config.fused or None))
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def learning_rate_factor(config: SchedulerConfig, progress: float) -> float:
+    """Learning rate over its peak at a stage's progress in [0, 1].
+
+    `onecycle` rises along a half cosine over the first 30 % and falls to zero along another (arXiv 1708.07120);
+    `plateau` is constant here and multiplied by `Plateau` on top.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    rise = 0.3 if config.name == "onecycle" else config.warmup_fraction
+    if progress < rise:
+        fraction = progress / rise
+        return max((1 - math.cos(math.pi * fraction)) / 2 if config.name == "onecycle" else fraction, 1e-3)
+    if config.name in ("constant", "plateau"):
+        return 1.0
+    falling = (progress - rise) / (1 - rise)
+    return config.min_lr_fraction + (1 - config.min_lr_fraction) * (1 + math.cos(math.pi * falling)) / 2
+
+
+class Plateau:
+    """Multiplies the learning rate whenever validation has not improved for `plateau_patience` evaluations."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.config, self.factor, self.best, self.waited = config, 1.0, math.inf, 0
+
+    def update(self, value: float) -> None:
+        if self.config.name != "plateau":
+            return
+        if value < self.best:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.config.plateau_patience:
+            self.factor, self.waited = self.factor * self.config.plateau_factor, 0
+
+    def state_dict(self) -> dict:
+        return {"factor": self.factor, "best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.factor, self.best, self.waited = state["factor"], state["best"], state["waited"]
+
+
+def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> float:
+    """Set every group to its peak times `factor`; returns AdamW's rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+    return optimizer.param_groups[0]["lr"]
+
+
+class Ema:
+    """Exponential moving average of the weights, swapped in for evaluation.
+
+    The decay rises as (1 + n) / (10 + n) towards its target, so that early averages do not remember the start.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay, self.updates = decay, 0
+        self.names = [name for name, _ in model.named_parameters()]
+        self.parameters = [parameter for _, parameter in model.named_parameters()]
+        self.average = [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and averages; twice is the identity."""
+        for parameter, average in zip(self.parameters, self.average, strict=True):
+            kept = parameter.detach().clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+
+    def state_dict(self) -> dict:
+        return {"updates": self.updates, "average": dict(zip(self.names, self.average, strict=True))}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        self.updates = state["updates"]
+        for name, average in zip(self.names, self.average, strict=True):
+            average.copy_(state["average"][name])
