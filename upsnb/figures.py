@@ -1,0 +1,462 @@
+"""Still figures of a run: NumPy arrays in, a matplotlib Figure out, nothing shown and no global state touched.
+
+Figures are built on `matplotlib.figure.Figure` directly. pyplot would keep every figure alive until closed and pick a
+GUI backend; a worker without a display needs neither. Colours are Okabe and Ito's, which survive colour blindness;
+the truth is always black and the forecast to beat always dashed, whatever else is drawn.
+Every quantity is labelled `name [unit]`; a dimensionless one has the unit `-`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import wraps
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+BLACK, GREY, GAP = "#000000", "#6F6F6F", "#DDDDDD"  # GAP: where a field has no finite value
+ROLES = {  # curves that look the same in every figure
+    "truth": {"color": BLACK, "linewidth": 2.0},
+    "persistence": {"color": GREY, "linestyle": "--"},
+    "training mean": {"color": GREY, "linestyle": "--"},
+}
+FIELD_COLOURS, ERROR_COLOURS, INPUT_COLOURS = "viridis", "RdBu_r", "cividis"
+STYLE = {
+    "figure.dpi": 110,
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0,
+    "legend.fontsize": 8.0,
+    "figure.titlesize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "axes.formatter.useoffset": False,
+    "axes.formatter.limits": (-3, 4),
+    "axes.formatter.use_mathtext": True,
+}
+
+
+class StillFigure(Figure):
+    """A Figure that Jupyter draws without pyplot: IPython knows bare Figures only after pyplot was imported."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        with matplotlib.rc_context(STYLE):
+            self.savefig(buffer, format="png", dpi=self.dpi)
+        return buffer.getvalue()
+
+
+class FieldSample(NamedTuple):
+    """One sample of a 2-D problem, arrays (ny, nx) in physical units; `inputs` may be None."""
+
+    label: str
+    inputs: np.ndarray | None
+    truth: np.ndarray
+    prediction: np.ndarray
+    nrmse: float
+
+
+def save(figure: Figure, folder: str | Path, name: str) -> Path:
+    """Write `folder/name.png` at 150 dpi and return its path."""
+    path = Path(folder) / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        # No version stamp: the same data gives the same bytes.
+        figure.savefig(path, dpi=150, metadata={"Software": None})
+    return path
+
+
+def styled(draw):
+    """Run a figure function under STYLE, leaving the caller's rcParams as they were."""
+
+    @wraps(draw)
+    def drawn(*args, **kwargs) -> Figure:
+        with matplotlib.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+@styled
+def prediction_truth_error_1d(
+    x: ArrayLike,
+    truth: ArrayLike,
+    prediction: ArrayLike,
+    times: ArrayLike,
+    *,
+    quantity: str = "u",
+    unit: str = "-",
+    x_name: str = "x",
+    x_unit: str = "-",
+    time_unit: str = "-",
+    title: str = "",
+) -> Figure:
+    """Space-time images of truth, prediction and error, and cuts at three times.
+
+    Truth and prediction share the truth's colour range; a forecast that leaves it shows as arrows on the colour bar.
+
+    Args:
+        x, times: (N,) and (T,) coordinates, evenly spaced and increasing.
+        truth, prediction: (T, N) in `unit`.
+    """
+    x, times, truth, prediction = (np.asarray(a, dtype=float) for a in (x, times, truth, prediction))
+    error = prediction - truth
+    norm, extent = _range(truth), _edges(x) + _edges(times)
+    figure = _figure(7.2, 5.2, title)
+    axes = figure.subplot_mosaic([["truth", "prediction", "error"], ["cuts"] * 3], height_ratios=[1, 1.05])
+    _image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
+    _image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
+    _image(axes["error"], error, extent, ERROR_COLOURS, _symmetric(error), label("error", unit))
+    for name in ("truth", "prediction", "error"):
+        axes[name].set(title=name, xlabel=label(x_name, x_unit), ylabel=label("time t", time_unit))
+        if name != "truth":
+            axes[name].set_ylabel("")
+            axes[name].tick_params(labelleft=False)
+
+    cuts = axes["cuts"]
+    thick, thin = {"linewidth": 5, "alpha": 0.3}, {"linewidth": 1.2}
+    mark = {"marker": "o", "markersize": 3} if len(x) == 1 else {}
+    for i, colour in zip(sorted({0, len(times) // 2, len(times) - 1}), (BLUE, GREEN, VERMILLION), strict=False):
+        when = f"t = {times[i]:.3g}" + ("" if time_unit == "-" else f" {time_unit}")
+        cuts.plot(x, truth[i], color=colour, **thick, **mark)
+        cuts.plot(x, prediction[i], color=colour, **thin, **mark, label=when)
+    cuts.plot([], [], color=BLACK, **thick, label="truth (broad)")
+    cuts.plot([], [], color=BLACK, **thin, label="prediction (fine)")
+    cuts.set(xlabel=label(x_name, x_unit), ylabel=label(quantity, unit), xlim=extent[:2])
+    _keep_in_view(cuts, truth)
+    _legend(cuts, 5)
+    return figure
+
+
+@styled
+def prediction_truth_error_2d(
+    samples: Sequence[FieldSample],
+    *,
+    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
+    quantity: str = "u",
+    unit: str = "-",
+    input_quantity: str = "input",
+    input_unit: str = "-",
+    space_unit: str = "-",
+    title: str = "",
+) -> Figure:
+    """One row a sample: input, truth, prediction, error. Truth and prediction of a row share the truth's colour range.
+
+    Args:
+        samples: e.g. best, median and worst of the test split; the input column is left out if none has one.
+        extent: x_min, x_max, y_min, y_max of the domain.
+    """
+    given = [np.ravel(sample.inputs) for sample in samples if sample.inputs is not None]
+    input_norm = _range(np.concatenate(given)) if given else None
+    columns = ["input"] * bool(given) + ["truth", "prediction", "error"]
+    figure = _figure(8.2 if given else 6.2, 1.5 * len(samples) + 0.7, title)
+    figure.get_layout_engine().set(w_pad=0.07, wspace=0.05)
+    grid = figure.subplots(len(samples), len(columns), squeeze=False, sharex=True, sharey=True)
+    for sample, row in zip(samples, grid, strict=True):
+        ax = dict(zip(columns, row, strict=True))
+        norm, error = _range(sample.truth), np.asarray(sample.prediction, dtype=float) - sample.truth
+        if sample.inputs is not None:
+            _image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, label(input_quantity, input_unit))
+        elif given:
+            ax["input"].text(0.5, 0.5, "no input", ha="center", va="center", transform=ax["input"].transAxes)
+        _image(ax["truth"], sample.truth, extent, FIELD_COLOURS, norm)
+        _image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
+        _image(ax["error"], error, extent, ERROR_COLOURS, _symmetric(error), label("error", unit))
+        for axis in row:
+            axis.set(xlabel=label("x", space_unit), ylabel=label("y", space_unit), aspect="equal")
+            axis.locator_params(nbins=3)
+            axis.label_outer()
+        beside = {"xycoords": row[0].yaxis.label, "textcoords": "offset points", "rotation": 90}
+        text = f"{sample.label}\nnRMSE {sample.nrmse:.2g}"
+        row[0].annotate(text, (0, 0.5), (-5, 0), **beside, ha="right", va="center", multialignment="center")
+    for ax, name in zip(grid[0], columns, strict=True):
+        ax.set_title(name)
+    return figure
+
+
+@styled
+def rollout_error(
+    times: ArrayLike,
+    curves: Mapping[str, ArrayLike],
+    *,
+    samples: Mapping[str, ArrayLike] | None = None,
+    given_until: float | None = None,
+    time_unit: str = "-",
+    title: str = "",
+) -> Figure:
+    """nRMSE as the forecast goes on, model beside persistence.
+
+    Args:
+        times: (T,) forecast times.
+        curves: name -> (T,) nRMSE.
+        samples: name -> (B, T) nRMSE of each sample; shades the middle half of them behind the curve.
+        given_until: time of the last given frame; everything up to it is marked as input.
+    """
+    figure = _figure(4.8, 3.1, title)
+    ax = figure.subplots()
+    times = np.asarray(times, dtype=float)
+    for name, look in _looks(curves).items():
+        spread = (samples or {}).get(name)
+        if spread is not None:
+            low, high = _middle_half(spread)
+            ax.fill_between(times, low, high, color=look["color"], alpha=0.18, linewidth=0)
+        mark = {"marker": "o", "markersize": 3.5} if len(times) <= 30 else {}
+        ax.plot(times, _positive(curves[name]), **look, **mark, label=name)
+    if samples:
+        ax.fill_between([], [], [], color=GREY, alpha=0.25, linewidth=0, label="middle half of samples")
+    if given_until is not None:
+        start = min(ax.get_xlim()[0], given_until - 0.08 * float(np.ptp(times) or 1.0))
+        ax.axvspan(start, given_until, color=GAP, alpha=0.6, linewidth=0, label="given frames")
+        ax.set_xlim(left=start)
+    ax.set(xlabel=label("time t", time_unit), ylabel=label("nRMSE"), yscale="log")
+    _legend(ax)
+    return figure
+
+
+@styled
+def spectra(
+    wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity: str = "u", unit: str = "-", title: str = ""
+) -> Figure:
+    """Energy per wavenumber, log-log; the mean (wavenumber 0) has no place on it and is left out.
+
+    Args:
+        wavenumber: (K,) cycles per domain length.
+        curves: name -> (K,) energy, e.g. truth, prediction, error; see `metrics.energy_spectrum`.
+    """
+    figure = _figure(4.8, 3.3, title)
+    ax = figure.subplots()
+    wavenumber = np.asarray(wavenumber, dtype=float)
+    for name, look in _looks(curves).items():
+        ax.plot(wavenumber[wavenumber > 0], _positive(curves[name])[wavenumber > 0], **look, label=name)
+    squared = "-" if unit == "-" else f"({unit})²"
+    ax.set(xscale="log", yscale="log", xlabel=label("wavenumber k", "cycles per domain"))
+    ax.set_ylabel(label(f"energy of {quantity}", squared))
+    _legend(ax)
+    return figure
+
+
+@styled
+def loss_terms(
+    progress: ArrayLike,
+    terms: Mapping[str, ArrayLike],
+    *,
+    progress_name: str = "optimizer step",
+    progress_unit: str = "-",
+    validation: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+    title: str = "",
+) -> Figure:
+    """Loss terms, raw values pale under their running median; validation nRMSE in a second panel if there is any.
+
+    Args:
+        progress: (n,) steps or seconds.
+        terms: name -> (n,) values; NaN where a term was not computed at that step.
+        validation: data set -> (progress, nRMSE).
+    """
+    figure = _figure(7.2 if validation else 4.8, 3.1, title)
+    panels = np.atleast_1d(figure.subplots(1, 2 if validation else 1))
+    progress = np.asarray(progress, dtype=float)
+    for name, look in _looks(terms).items():
+        values = _positive(terms[name])
+        known = np.isfinite(values)
+        mark = {"marker": "o", "markersize": 3.5} if known.sum() == 1 else {}
+        panels[0].plot(progress[known], values[known], **(look | {"linewidth": 0.7}), alpha=0.3)
+        panels[0].plot(progress[known], _running_median(values[known]), **look, **mark, label=name)
+    panels[0].set(yscale="log", ylabel=label("loss"))
+    for name, look in _looks(validation or {}).items():
+        where, values = validation[name]
+        panels[1].plot(where, _positive(values), **look, marker="o", markersize=3.5, label=name)
+        panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
+    for ax in panels:
+        ax.set_xlabel(label(progress_name, progress_unit))
+        _legend(ax)
+    return figure
+
+
+@styled
+def throughput(
+    time_s: ArrayLike,
+    samples_per_s: ArrayLike,
+    steady: ArrayLike,
+    median: float,
+    ci95: tuple[float, float],
+    *,
+    title: str = "",
+) -> Figure:
+    """Samples per second over a run; what counts is coloured, warm-up and compile steps are pale.
+
+    Args:
+        time_s, samples_per_s: (n,) one entry an optimizer step.
+        steady: (n,) bool, the steps that the median is of.
+        median, ci95: samples per second and its bootstrap 95 % interval.
+    """
+    figure = _figure(4.8, 3.1, title)
+    ax = figure.subplots()
+    time_s, rate, steady = np.asarray(time_s, float), np.asarray(samples_per_s, float), np.asarray(steady, bool)
+    if not steady.all():
+        pale = {"facecolors": "none", "edgecolors": GREY, "linewidths": 0.7, "alpha": 0.6}
+        ax.scatter(time_s[~steady], rate[~steady], s=14, **pale, label="warm-up and compile steps")
+    if steady.any():
+        ax.scatter(time_s[steady], rate[steady], s=10, color=BLUE, alpha=0.55, linewidths=0, label="steady steps")
+    if np.isfinite(median):  # no steady step yet: nothing to claim
+        text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
+        ax.axhspan(*ci95, color=VERMILLION, alpha=0.2, linewidth=0, label=text)
+        ax.axhline(median, color=VERMILLION, linewidth=1.0, label=f"median {median:.4g} samples/s")
+    ax.set(xlabel=label("time since start", "s"), ylabel=label("throughput", "samples/s"))
+    ax.set_ylim(0, 1.08 * np.max(rate[np.isfinite(rate)], initial=0.0) or 1.0)
+    _legend(ax)
+    return figure
+
+
+@styled
+def error_distribution(
+    nrmse: Mapping[str, ArrayLike],
+    *,
+    baselines: Mapping[str, float] | None = None,
+    baseline_name: str = "persistence",
+    title: str = "",
+) -> Figure:
+    """Share of test samples at or below an nRMSE, one curve a data set; its baseline's mean as a dashed line.
+
+    Samples whose nRMSE is not finite stay in the count, so their curve ends below 1, and the legend says how many.
+
+    Args:
+        nrmse: data set -> (B,) nRMSE of each sample.
+        baselines: data set -> mean nRMSE of `baseline_name`, see `metrics.baseline_name`.
+    """
+    figure = _figure(4.8, 3.3, title)
+    ax = figure.subplots()
+    for name, look in _looks(nrmse).items():
+        values = np.ravel(np.asarray(nrmse[name], dtype=float))
+        finite = np.sort(values[np.isfinite(values)])
+        share = np.arange(1, len(finite) + 1) / max(len(values), 1)
+        missing = f", {len(values) - len(finite)} not finite" if len(finite) < len(values) else ""
+        text = f"{name} (n = {len(values)}{missing})"
+        # Each curve starts on the floor: a single sample is a step, not an invisible point.
+        ax.step(np.append(finite[:1], finite), np.append(share[:1] * 0, share), where="post", **look, label=text)
+        if name in (baselines or {}):
+            ax.axvline(baselines[name], color=look["color"], linestyle="--", linewidth=1.2)
+    if baselines:
+        ax.plot([], [], color=GREY, linestyle="--", linewidth=1.2, label=f"{baseline_name}, mean of each data set")
+    ax.set(xscale="log", xlabel=label("nRMSE of a sample"), ylabel=label("share of samples"), ylim=(0, 1.02))
+    _legend(ax)
+    return figure
+
+
+def label(quantity: str, unit: str = "-") -> str:
+    """Axis text `quantity [unit]`."""
+    return f"{quantity} [{unit}]"
+
+
+def _figure(width: float, height: float, title: str) -> Figure:
+    """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page."""
+    figure = StillFigure(figsize=(width, height), layout="constrained")
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def _legend(ax: Axes, columns: int | None = None) -> None:
+    """Name the curves above the axes, where no data can be hidden, in as many columns as fit."""
+    names = ax.get_legend_handles_labels()[1]
+    if not names:
+        return
+    if columns is None:
+        spec = ax.get_subplotspec()
+        width = 0.85 * ax.figure.get_figwidth() * len(spec.colspan) / spec.get_gridspec().ncols
+        # About 0.055 inch a letter at 8 points. Too wide a legend would squeeze the axes, which layout counts as less.
+        columns = min(max(int(width / (0.5 + 0.055 * max(map(len, names)))), 1), 4)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns, columnspacing=1.2)
+
+
+def _edges(centres: np.ndarray) -> tuple[float, float]:
+    """Outer edges of evenly spaced cells; a lone cell is one wide."""
+    half = (centres[-1] - centres[0]) / (len(centres) - 1) / 2 if len(centres) > 1 else 0.5
+    return float(centres[0] - half), float(centres[-1] + half)
+
+
+def _image(
+    ax: Axes, values: ArrayLike, extent: Sequence[float], colours: str, norm: Normalize, bar_label: str = ""
+) -> None:
+    """Draw (rows, columns), first row at the bottom and gaps grey, with a colour bar if it has a label."""
+    ax.grid(False)
+    values = np.asarray(values, dtype=float)
+    colours = matplotlib.colormaps[colours].with_extremes(bad=GAP)
+    image = ax.imshow(values, origin="lower", aspect="auto", extent=tuple(extent), cmap=colours, norm=norm)
+    if bar_label:
+        # Inside the axes' own box: bars as separate axes would not follow an image of fixed aspect.
+        bar = ax.figure.colorbar(image, cax=ax.inset_axes([1.05, 0, 0.06, 1]), extend=_extend(values, norm))
+        bar.set_label(bar_label)
+        bar.ax.locator_params(nbins=5)
+
+
+def _range(values: ArrayLike) -> Normalize:
+    """Colour range of the finite values, never empty."""
+    finite = np.asarray(values, dtype=float)[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # constant: give it the middle of a range of its own size
+        pad = abs(low) or 1.0
+        low, high = low - pad, high + pad
+    return Normalize(low, high)
+
+
+def _symmetric(error: np.ndarray) -> Normalize:
+    largest = float(np.max(np.abs(error[np.isfinite(error)]), initial=0.0)) or 1.0
+    return Normalize(-largest, largest)
+
+
+def _extend(values: ArrayLike, norm: Normalize) -> str:
+    """Which ends of the colour bar need an arrow, beyond 1 % of its range."""
+    finite = np.asarray(values, dtype=float)[np.isfinite(values)]
+    slack = 0.01 * (norm.vmax - norm.vmin)
+    below, above = bool((finite < norm.vmin - slack).any()), bool((finite > norm.vmax + slack).any())
+    return {(True, True): "both", (True, False): "min", (False, True): "max"}.get((below, above), "neither")
+
+
+def _keep_in_view(ax: Axes, truth: np.ndarray) -> None:
+    """Keep a diverging forecast from flattening the truth: no more than the truth's own span beyond it."""
+    norm, (bottom, top) = _range(truth), ax.get_ylim()
+    span = norm.vmax - norm.vmin
+    ax.set_ylim(max(bottom, norm.vmin - span), min(top, norm.vmax + span))
+
+
+def _looks(names: Sequence[str] | Mapping[str, ArrayLike]) -> dict[str, dict]:
+    """Line style of each curve: its role's, else the next colour; past the last colour the dashes change."""
+    free = [name for name in names if name not in ROLES]
+    dashes = ("-", "-.", ":")
+    looks = {
+        name: {"color": PALETTE[i % len(PALETTE)], "linestyle": dashes[i // len(PALETTE) % len(dashes)]}
+        for i, name in enumerate(free)
+    }
+    return {name: ROLES.get(name) or looks[name] for name in names}
+
+
+def _positive(values: ArrayLike) -> np.ndarray:
+    """As floats, with NaN where a logarithm has no place for the value."""
+    values = np.asarray(values, dtype=float)
+    return np.where(np.isfinite(values) & (values > 0), values, np.nan)
+
+
+def _middle_half(nrmse: ArrayLike) -> np.ndarray:
+    """Quartiles over samples, (2, T); a sample that is not finite counts as the worst, not as absent."""
+    nrmse = np.asarray(nrmse, dtype=float)
+    worst = np.where(np.isfinite(nrmse), nrmse, np.inf)
+    return _positive(np.quantile(worst, [0.25, 0.75], axis=0, method="nearest"))
+
+
+def _running_median(values: np.ndarray) -> np.ndarray:
+    """Median over a centred window of about a twentieth of the curve, shorter at its ends."""
+    half = len(values) // 40
+    return np.array([np.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))])
