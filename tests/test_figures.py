@@ -176,11 +176,12 @@ def test_many_curves_never_look_alike():
 
 
 def test_the_callers_settings_are_left_alone():
-    before = dict(matplotlib.rcParams)
-    figure = CASES["loss validation"]()
-    figure._repr_png_()
-    FigureCanvasAgg(figure).draw()
-    assert dict(matplotlib.rcParams) == before
+    with matplotlib.rc_context({"font.size": 13.0, "axes.grid": False}):  # nothing that a leak could have left before
+        before = dict(matplotlib.rcParams)
+        figure = CASES["loss validation"]()
+        figure._repr_png_()
+        FigureCanvasAgg(figure).draw()
+        assert dict(matplotlib.rcParams) == before
 
 
 def test_saved_file_is_a_png_at_150_dpi_and_the_same_every_time(tmp_path):
