@@ -1,0 +1,55 @@
+"""Which processes still live, and how to end all that belong to a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+MARK = "UPSNB_SUPERVISOR"  # environment variable of every process of a run: the identity of its supervisor
+
+
+def process_identity(pid: int) -> str | None:
+    """`pid:start time` of a live process, so that a reused pid is another process; None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        state, *fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+        started = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()[:8]}-{fields[18]}"
+    except (FileNotFoundError, ProcessLookupError):
+        if Path("/proc/self/stat").exists():
+            return None
+        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]  # no /proc on macOS
+        state, _, started = subprocess.run(command, capture_output=True, text=True).stdout.strip().partition(" ")
+        started = "-".join(started.split())
+    return f"{pid}:{started}" if state and state[0] not in "ZX" else None
+
+
+def is_alive(identity: str) -> bool:
+    """Whether that very process still runs."""
+    return process_identity(int(identity.partition(":")[0])) == identity
+
+
+def marked(identity: str) -> list[int]:
+    """Processes that a supervisor's launch left behind: torchrun, ranks, loaders; by the mark in their environment.
+
+    Not by parent, group or session: torchrun gives each rank a session of its own, and orphans change parents.
+    """
+    mark = f"{MARK}={identity}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            pid = int(path.name)
+            if pid != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def kill_marked(identity: str, signal_number: int = signal.SIGKILL) -> list[int]:
+    """Signal every process of a supervisor's launch except the caller."""
+    pids = marked(identity)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+    return pids
