@@ -1,0 +1,155 @@
+"""What a run tells while it runs: events as JSON lines, and one line of heartbeat from each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+
+def events_path(folder: Path, rank: int = 0) -> Path:
+    """Rank 0 speaks for the run; the others keep files of their own."""
+    return Path(folder) / ("events.jsonl" if rank == 0 else f"events.rank{rank}.jsonl")
+
+
+def _plain(value):
+    """Numbers that JSON does not know: a NumPy scalar or a tensor of one element."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be an event field -> use numbers, texts, lists and mappings")
+
+
+def _without_nonfinite(value, path: str, found: list[str]):
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, dict):
+        return {k: _without_nonfinite(v, f"{path}.{k}" if path else str(k), found) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nonfinite(v, f"{path}.{i}", found) for i, v in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        found.append(path)
+        return None
+    return value
+
+
+class EventWriter:
+    """Appends events, one JSON line each, visible to readers at once."""
+
+    def __init__(self, folder: Path, rank: int = 0):
+        self._fd = os.open(events_path(folder, rank), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._cut_half_line()
+
+    def _cut_half_line(self) -> None:
+        """Drop what a crash left after the last newline; the next event would be glued to it."""
+        end = size = os.fstat(self._fd).st_size
+        while end > 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            end = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if end < size:
+            os.ftruncate(self._fd, end)
+
+    def write(self, kind: str, step: int, **fields) -> None:
+        """One event. Infinite and NaN numbers become null, and `nonfinite` lists their names."""
+        event = {"kind": kind, "time": round(time.time(), 6), "step": step, **fields}
+        try:
+            text = json.dumps(event, allow_nan=False, default=_plain)
+        except ValueError:
+            found: list[str] = []
+            text = json.dumps({**_without_nonfinite(event, "", found), "nonfinite": found}, default=_plain)
+        os.write(self._fd, text.encode() + b"\n")  # one write call: a line is there whole or not at all
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Tail:
+    """Reads events as they come; each call returns only what is new."""
+
+    def __init__(self, folder: Path, kinds=None, rank: int = 0):
+        self.path = events_path(folder, rank)
+        self._starts = kinds and tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
+        self._offset = 0
+
+    def read(self) -> list[dict]:
+        """New events; a last line without its newline waits for the next call."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        data = data[: data.rfind(b"\n") + 1]
+        start, self._offset = self._offset, self._offset + len(data)
+        lines = data.splitlines()
+        if self._starts:  # kind comes first in a line, so unwanted lines need no parsing
+            lines = [line for line in lines if line.startswith(self._starts)]
+        try:
+            return json.loads(b"[" + b",".join(lines) + b"]")  # 100,000 lines: 0.3 s, against 0.5 one by one
+        except ValueError:
+            return [self._parse(line, start) for line in lines]
+
+    def _parse(self, line: bytes, start: int) -> dict:
+        try:
+            return json.loads(line)
+        except ValueError:
+            message = f"{self.path.name}: a line after byte {start} is damaged: {line[:80]!r}"
+            return {"kind": "warning", "time": time.time(), "step": None, "message": message}
+
+
+def read_events(folder: Path, kinds=None, rank: int = 0) -> list[dict]:
+    """All events so far, or those of some kinds."""
+    return Tail(folder, kinds, rank).read()
+
+
+class Heartbeat:
+    """A rank's sign of life: one line of fixed length, overwritten in place."""
+
+    def __init__(self, folder: Path, rank: int):
+        self._fd = os.open(Path(folder) / f"heartbeat.rank{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._beats, self._first, self._last = 0, -1, -1
+        self._write(-1, "waiting")
+
+    def _write(self, step: int, state: str) -> None:
+        numbers = f"step={step:<12d} beats={self._beats:<12d} first={self._first:<12d}"
+        os.pwrite(self._fd, f"{numbers} time={time.time():<18.6f} state={state:<8}\n".encode(), 0)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the last beat; None before the first."""
+        return self._last if self._beats else None
+
+    def beat(self, step: int) -> None:
+        """Say that this rank lives and works on `step`; several beats a step tell a hang's place more closely."""
+        if self._beats == 0:
+            self._first = step
+        self._beats += 1
+        self._last = step
+        self._write(step, "beating")
+
+    def done(self) -> None:
+        """Say that this rank has nothing left to do, so that its silence is no hang."""
+        self._write(self._last, "done")
+
+
+def read_heartbeats(folder: Path) -> dict[int, dict]:
+    """Last sign of life by rank: `step, beats, first` (step of the first beat), `time` and `state`."""
+    beats = {}
+    for path in sorted(Path(folder).glob("heartbeat.rank*")):
+        with contextlib.suppress(OSError, ValueError):  # a rank that is just creating its file
+            entry = dict(part.split("=", 1) for part in path.read_text().split())
+            numbers = {key: int(entry[key]) for key in ("step", "beats", "first")}
+            beats[int(path.name.removeprefix("heartbeat.rank"))] = {
+                **numbers,
+                "time": float(entry["time"]),
+                "state": entry["state"],
+            }
+    return beats
