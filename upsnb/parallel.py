@@ -1,0 +1,128 @@
+"""The ranks of a run: device, process groups, and the few messages that ranks exchange beside gradients."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from upsnb import hardware
+from upsnb.config import RunConfig
+from upsnb.errors import RunError
+
+STARTUP_ALLOWANCE_S = 1800.0  # compiling the first step may keep one rank so long while the others wait
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of the run's processes this one is, and how it reaches the others."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # among the ranks of this machine
+    device: torch.device = torch.device("cpu")
+    control_group: dist.ProcessGroup | None = None  # gloo, for CPU tensors and objects; None: the default group is one
+    previous_threads: int | None = None  # CPU threads before `initialise`, put back by `shutdown`
+
+
+def initialise(config: RunConfig) -> Ranks:
+    """Choose this rank's device and join its process group; a single rank needs none, under torchrun or not.
+
+    Raises:
+        RunError: torchrun started another number of ranks than the config asks for.
+    """
+    rank, world_size, local_rank, local_world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+    )
+    if world_size != config.training.num_gpus:
+        raise RunError(
+            f"training.num_gpus: is {config.training.num_gpus} but {world_size} ranks were started -> make them equal"
+        )
+    found = hardware.detect()
+    device = torch.device("cpu")
+    if hardware.resolve_device(config, found) == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)  # before the first collective, or every rank opens a context on GPU 0
+    previous_threads = torch.get_num_threads()
+    # On purpose: torchrun's own choice is 1 for many ranks and every core for a single one.
+    torch.set_num_threads(config.training.threads_per_rank or max(1, found.num_cores // local_world_size))
+
+    control_group = None
+    if world_size > 1:
+        # Far above the supervisor's stall timeout: it names the hung rank, a timeout here names one that waits for it.
+        timeout = timedelta(seconds=STARTUP_ALLOWANCE_S + 2 * config.training.stall_timeout_s)
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+            control_group = dist.new_group(backend="gloo", timeout=timeout)  # small messages without a GPU sync
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+    return Ranks(rank, world_size, local_rank, device, control_group, previous_threads)
+
+
+def broadcast_control(ranks: Ranks, tensor: Tensor) -> Tensor:
+    """Give every rank the values that rank 0 holds.
+
+    Args:
+        tensor: small CPU tensor, int64 or float64, of the same shape on all ranks; overwritten.
+    """
+    assert tensor.device.type == "cpu" and tensor.dtype in (torch.int64, torch.float64), (tensor.device, tensor.dtype)
+    if ranks.world_size > 1:
+        dist.broadcast(tensor, src=0, group=ranks.control_group)
+    return tensor
+
+
+def all_gather_objects(ranks: Ranks, value) -> list:
+    """The values of all ranks, in the order of ranks, on every rank."""
+    if ranks.world_size == 1:
+        return [value]
+    values = [None] * ranks.world_size
+    dist.all_gather_object(values, value, group=ranks.control_group)
+    return values
+
+
+def barrier(ranks: Ranks) -> None:
+    """Wait for all ranks; on the CPU, so that queued GPU work is not waited for."""
+    if ranks.world_size > 1:
+        dist.barrier(group=ranks.control_group)
+
+
+_SYNC_BUFFERS = (  # torch 2.13 renamed it and warns about the old name
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def wrap_ddp(module: nn.Module, ranks: Ranks, find_unused_parameters: bool = False) -> nn.Module:
+    """`module` with gradients averaged over ranks; unchanged for a single rank.
+
+    Args:
+        find_unused_parameters: needed where a step may leave parameters without a gradient; walks the graph each step.
+    """
+    if ranks.world_size == 1:
+        return module
+    return DistributedDataParallel(
+        module,
+        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+        **{_SYNC_BUFFERS: False},  # buffers here are constants; sending them costs a message a forward
+        gradient_as_bucket_view=True,  # saves one copy of all gradients
+        find_unused_parameters=find_unused_parameters,
+    )
+
+
+def shutdown(ranks: Ranks) -> None:
+    """Leave the process group and put the number of CPU threads back; for a run that went well.
+
+    A failing rank must not come here: destroying a group can wait for ranks that wait for it.
+    """
+    if ranks.world_size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+    if ranks.previous_threads is not None:
+        torch.set_num_threads(ranks.previous_threads)
