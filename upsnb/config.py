@@ -456,16 +456,25 @@ def validate(values: dict, where: str = "the configuration") -> RunConfig:
         raise ConfigError([f"{error} -> use numbers, texts, lists and mappings only"], where) from None
 
 
+def dump(config: RunConfig) -> str:
+    """The resolved config as YAML text that `parse` reads back to an equal one."""
+    return yaml.safe_dump({"format": FORMAT, **config.model_dump(mode="json")}, sort_keys=False)
+
+
 def save(config: RunConfig, path: Path) -> None:
-    """Write the resolved config as YAML that `load` reads back to an equal one."""
-    text = yaml.safe_dump({"format": FORMAT, **config.model_dump(mode="json")}, sort_keys=False)
-    path.write_text(text)
+    """Write the resolved config for `load`."""
+    Path(path).write_text(dump(config))
 
 
 def load(path: Path) -> RunConfig:
     """Read a resolved config as `save` wrote it."""
-    values = yaml.safe_load(Path(path).read_text())
+    return parse(Path(path).read_text(), str(path))
+
+
+def parse(text: str, where: str = "the saved configuration") -> RunConfig:
+    """A config from the text that `dump` gave."""
+    values = yaml.safe_load(text)
     found = values.pop("format", None)
     if found != FORMAT:
-        raise ConfigError([f"format: found {found!r}, this version reads {FORMAT}"], str(path))
-    return validate(values, str(path))
+        raise ConfigError([f"format: found {found!r}, this version reads {FORMAT}"], where)
+    return validate(values, where)

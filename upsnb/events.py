@@ -22,15 +22,17 @@ def _plain(value):
     raise TypeError(f"{type(value).__name__} cannot be an event field -> use numbers, texts, lists and mappings")
 
 
-def _without_nonfinite(value, path: str, found: list[str]):
+def without_nonfinite(value, path: str = "", found: list[str] | None = None):
+    """Plain data with infinite and NaN numbers as None; their dotted paths are appended to `found`."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, dict):
-        return {k: _without_nonfinite(v, f"{path}.{k}" if path else str(k), found) for k, v in value.items()}
+        return {k: without_nonfinite(v, f"{path}.{k}" if path else str(k), found) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nonfinite(v, f"{path}.{i}", found) for i, v in enumerate(value)]
+        return [without_nonfinite(v, f"{path}.{i}", found) for i, v in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        found.append(path)
+        if found is not None:
+            found.append(path)
         return None
     return value
 
@@ -61,7 +63,7 @@ class EventWriter:
             text = json.dumps(event, allow_nan=False, default=_plain)
         except ValueError:
             found: list[str] = []
-            text = json.dumps({**_without_nonfinite(event, "", found), "nonfinite": found}, default=_plain)
+            text = json.dumps({**without_nonfinite(event, "", found), "nonfinite": found}, default=_plain)
         os.write(self._fd, text.encode() + b"\n")  # one write call: a line is there whole or not at all
 
     def close(self) -> None:

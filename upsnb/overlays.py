@@ -1,13 +1,16 @@
 """Overlays: partial configs from params files, notebook parameters and the command line, put on top of each other.
 
 An overlay may be nested (`training: {compile: true}`), dotted (`training.compile: true`) or flat (`compile: true`:
-looked up in FLAT_ORDER, then wherever only one setting ends so). `null` takes a setting back to its default. A mapping
-of named things, such as `data.datasets`, is replaced whole; a dotted path changes one entry of it.
+looked up in FLAT_ORDER, then wherever only one setting ends so). `null` empties a setting that may be empty (`grad_clip:
+null` is no clipping) and takes any other back to its default. A mapping of named things, such as `data.datasets`, is
+replaced whole; a dotted path changes one entry of it.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
+import typing
 from pathlib import Path
 
 import yaml
@@ -17,6 +20,7 @@ from upsnb.config import RunConfig, nearest_setting, setting_paths
 from upsnb.errors import ConfigError
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent")
+PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
 NAMED = ("data.datasets", "training.loss_warmup_steps", "training.loss_frequency")  # mappings with names as keys
 
 
@@ -34,6 +38,9 @@ def read(path: Path) -> dict:
         return {}
     if not isinstance(values, dict):
         raise ConfigError([f"got {type(values).__name__} at the top -> write `section:` and its settings"], str(path))
+    # `preset: ""` in a file is for papermill, which would otherwise leave the notebook's own preset below the file.
+    if values.pop("preset", ""):
+        raise ConfigError(['preset: a params file stands alone -> write preset: "" or leave it out'], str(path))
     return values
 
 
@@ -53,6 +60,8 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
         elif path in sections and isinstance(value, dict):
             for key, inner in value.items():
                 visit(f"{path}.{key}", inner)
+        elif path in sections and value is None and _may_be_empty(path):
+            flat[path] = None
         elif path in sections:
             problems.append(f"{path}: got {value!r} -> it is a section, write its settings below it")
         else:
@@ -81,6 +90,17 @@ def _inside_named(path: str) -> bool:
     return any(path.startswith(named + ".") for named in NAMED)
 
 
+def _may_be_empty(path: str) -> bool:
+    """Whether None is a value of this setting, rather than the wish for its default."""
+    section, annotation = RunConfig, None
+    for name in path.split("."):
+        if section is None or name not in section.model_fields:  # inside a mapping of named things
+            return False
+        annotation = section.model_fields[name].annotation
+        section = configs._fields_of(annotation)
+    return type(None) in typing.get_args(annotation)
+
+
 def apply(base: RunConfig, flat: dict, where: str = "the overlay") -> RunConfig:
     """`base` with the settings of a flattened overlay changed.
 
@@ -93,11 +113,15 @@ def apply(base: RunConfig, flat: dict, where: str = "the overlay") -> RunConfig:
         *parents, leaf = path.split(".")
         node, default = values, defaults
         for key in parents:
+            if not isinstance(node, dict):
+                raise ConfigError([f"{path}: {'.'.join(parents)} holds a single value, nothing is below it"], where)
             if node.get(key) is None:  # `stages.<stage>.optimizer.lr` where the stage had no optimizer of its own
                 node[key] = {}
             node = node[key]
             default = (default or {}).get(key)
-        if flat[path] is not None:
+        if not isinstance(node, dict):
+            raise ConfigError([f"{path}: {'.'.join(parents)} holds a single value, nothing is below it"], where)
+        if flat[path] is not None or _may_be_empty(path):
             node[leaf] = copy.deepcopy(flat[path])
         elif default and leaf in default and not _inside_named(path):
             node[leaf] = default[leaf]
@@ -139,3 +163,78 @@ def difference(old: RunConfig, new: RunConfig) -> dict:
 
     visit(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
     return dict(sorted(changes.items()))
+
+
+def from_notebook(variables: dict, own: tuple[str, ...] = ()) -> RunConfig:
+    """RunConfig from what a notebook's parameters cell, and papermill below it, defined.
+
+    papermill injects whatever it is given and only logs what the notebook does not know, so every variable that holds
+    plain data counts as a setting: a misspelt one is an error here, a flat one (`use_fsdp2: false`) takes effect.
+
+    Args:
+        variables: the notebook's `globals()`, right after its parameters.
+        own: parameters of the notebook itself that are no settings of a run.
+    Raises:
+        ConfigError: every unknown name, wrong type and contradiction at once.
+    """
+    where = "the notebook's parameters"
+    plain = (str, int, float, list, tuple, dict, type(None))
+    passed_over = {*PARAMETERS, *own, "In", "Out", "exit", "quit", "get_ipython", "open"}
+    flat, problems = {}, []
+
+    def collect(overlay: dict, inside: str) -> None:
+        nonlocal flat
+        try:
+            flat = stack(flat, flatten(overlay, inside))
+        except ConfigError as error:
+            problems.extend(error.problems)
+
+    if variables.get("preset"):
+        collect(read(_preset_path(str(variables["preset"]))), "the preset")
+    names = _parameter_names(variables) or [name for name in variables if not name.startswith("_")]
+    for name in sorted(names, key=lambda n: n not in RunConfig.model_fields):  # sections first, flat names over them
+        value = variables.get(name)
+        if name in passed_over or not isinstance(value, plain):
+            continue
+        if name in RunConfig.model_fields and isinstance(value, dict):
+            for key, inner in value.items():  # one by one: a misspelt key must not hide a wrong value beside it
+                collect({f"{name}.{key}": inner}, where)
+        else:
+            collect({name: value}, where)
+    try:
+        config = apply(RunConfig(), flat, where)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), where)
+    return config
+
+
+def _preset_path(preset: str) -> Path:
+    """A preset's file: a path, or a name in params/ of this folder, one above it, or this project."""
+    name = preset if preset.endswith((".yaml", ".yml")) else preset + ".yaml"
+    here = Path.cwd()
+    folders = [folder / "params" for folder in (here, *here.parents, Path(__file__).resolve().parents[1])]
+    candidates = [Path(name), *(folder / name for folder in folders if folder.is_dir())]
+    return next((path for path in candidates if path.is_file()), candidates[-1])
+
+
+def _parameter_names(variables: dict) -> list[str]:
+    """Names assigned in the latest parameters cell and the one papermill injected; none if history does not tell.
+
+    Without it, running the parameters again would take every variable of the cells below for a setting.
+    """
+    names: list[str] = []
+    for source in variables.get("In") or ():
+        try:
+            body = ast.parse(source).body
+        except SyntaxError:  # a cell with IPython magics is no parameters cell
+            continue
+        targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
+        targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+        assigned = [target.id for target in targets if isinstance(target, ast.Name)]
+        if source.startswith("# Parameters"):  # papermill's
+            names += assigned
+        elif "preset" in assigned:
+            names = assigned
+    return list(dict.fromkeys(names))

@@ -49,7 +49,7 @@ def main(folder: Path | str) -> None:
         # Not sys.exit: threads, loaders and process groups of a broken rank can keep it from ending, and the other
         # ranks wait in a collective until it is gone.
         os._exit(1)
-    # All went well, and what follows must not change that: one gloo run in ten aborted ("terminate called without an
+    # All went well, and what follows must not change that: 1 of 4 gloo runs aborted ("terminate called without an
     # active exception") when the interpreter tore down objects that still held the destroyed process group.
     os._exit(0)
 

@@ -1,0 +1,282 @@
+"""`python -m upsnb run <notebook>`: a notebook without a browser, with checked parameters and an honest exit code."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+from upsnb import hardware, overlays, runs
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError, RunError, UpsError
+
+OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
+CAUSE_LINES = 15  # of an error's message; the executed notebook holds the rest
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 finished, 1 failed, 2 refused before anything started."""
+    args = _parser().parse_args(arguments)
+    try:
+        return run(args.notebook, args.file, args.param, args.output)
+    except UpsError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("interrupted: the kernel and an attached run were ended", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m upsnb", description="Neural operators on PDEBench, in notebooks.")
+    run = parser.add_subparsers(required=True, metavar="command").add_parser(
+        "run", help="execute a notebook", description="Check the parameters, execute a notebook, print what it reached."
+    )
+    run.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb")
+    run.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
+    run.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
+    run.add_argument("-o", dest="output", type=Path, metavar="FOLDER", help="run folder (a new one under outputs/)")
+    return parser
+
+
+def run(notebook: Path, files: list[Path], params: list[str], folder: Path | None = None) -> int:
+    """Execute a notebook in a run folder.
+
+    Raises:
+        UpsError: notebook, parameters or folder are not usable; nothing was started.
+    """
+    notebook = _find_notebook(notebook)
+    parameters, config = read_parameters(notebook, files, params)
+    hardware.check_runnable(config, hardware.detect())
+    if folder is None:
+        folder = runs._new_folder(config)
+    elif (folder / runs.MANIFEST).exists():
+        status = runs.Run(folder).status()
+        if status in runs.ALIVE:
+            raise RunError(f"{folder}: its run is {status} -> attach to it, or stop it first")
+        if not config.checkpoint.resume:
+            raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
+    executed = folder / "notebook.ipynb"
+    print(f"{_short(notebook)} -> {_short(executed)}", flush=True)
+    cause = _execute(notebook, executed, {**parameters, "run_folder": str(folder)}) or _run_failure(folder)
+    print(summary(folder))
+    if cause:
+        print(f"FAILED: {cause}\nSee {_short(executed)}", file=sys.stderr)
+        return FAILED
+    return OK
+
+
+def _find_notebook(notebook: Path) -> Path:
+    if notebook.is_file():
+        return notebook.absolute()
+    known = sorted(_short(path) for path in (runs.project_root() / "notebooks").glob("*.ipynb"))
+    raise RunError(f"{notebook}: no such notebook -> there are {', '.join(known) or 'none in notebooks/'}")
+
+
+# -- parameters ----------------------------------------------------------------------------------------------------
+
+
+def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tuple[dict, RunConfig]:
+    """What to pass to a notebook, one overlay per section, and the config it will make of it.
+
+    Raises:
+        ConfigError: every unknown name, wrong type and contradiction at once.
+    """
+    defaults = _defaults(notebook)
+    own = {name for name in defaults if name not in (*RunConfig.model_fields, *overlays.PARAMETERS)}
+    problems: list[str] = []
+    sources = []
+    for file in files:
+        try:
+            sources.append((str(file), overlays.read(file)))
+        except ConfigError as error:
+            problems += [f"{file}: {problem}" for problem in error.problems]
+    for param in params:
+        key, separator, text = param.partition("=")
+        if not separator:
+            problems.append(f"-p {param}: has no value -> write -p key=value")
+            continue
+        try:
+            sources.append(("-p", {key.strip(): _numbers(yaml.safe_load(text))}))
+        except yaml.YAMLError:
+            problems.append(f"-p {param}: the value is not YAML -> quote it")
+
+    passed: dict = {"preset": ""} if files else {}
+    flat: dict = {}
+    for where, values in sources:
+        for key, value in _pieces(values):
+            if key == "run_folder":
+                problems.append("run_folder: is chosen with -o")
+            elif key in own or (key == "preset" and where == "-p"):
+                passed[key] = value
+            else:
+                try:
+                    flat = overlays.stack(flat, overlays.flatten({key: value}, where))
+                except ConfigError as error:
+                    problems += error.problems
+    for path, value in flat.items():
+        section, _, rest = path.partition(".")
+        passed.setdefault(section, {})[rest] = value
+    problems += [f"{section}: is no parameter of {notebook.name}" for section in sorted(passed.keys() - defaults)]
+    try:
+        config = overlays.from_notebook({"preset": defaults.get("preset"), **passed}, tuple(own))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), " + ".join(map(str, files)) or "the parameters")
+    return passed, config
+
+
+def _pieces(overlay: dict) -> list[tuple[str, object]]:
+    """Single settings where sections are nested: a misspelt key must not hide a wrong value beside it."""
+    pieces = []
+    for key, value in overlay.items():
+        nested = key in RunConfig.model_fields and isinstance(value, dict)
+        pieces += [(f"{key}.{name}", inner) for name, inner in value.items()] if nested else [(key, value)]
+    return pieces
+
+
+def _defaults(notebook: Path) -> dict:
+    """Names that the notebook's parameters cell defines, with their values where these are plain data."""
+    try:
+        cells = json.loads(notebook.read_text())["cells"]
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{notebook}: is not a notebook") from None
+    source = next((c["source"] for c in cells if "parameters" in c["metadata"].get("tags", ())), None)
+    if source is None:
+        raise RunError(f"{notebook}: no cell is tagged `parameters` -> tag the one that defines preset and sections")
+    defaults = {}
+    for node in ast.parse("".join(source)).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for name in (target.id for target in targets if isinstance(target, ast.Name)):
+            try:
+                defaults[name] = ast.literal_eval(node.value)
+            except ValueError:
+                defaults[name] = None
+    return defaults
+
+
+def _numbers(value):
+    """The same data with texts such as 1e-4, which YAML wants written 1.0e-4, as numbers."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+
+# -- execution -----------------------------------------------------------------------------------------------------
+
+
+def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
+    """Execute, showing what the cells print as they print it; None, or why it failed."""
+    try:
+        import papermill  # an extra: a hosted notebook trains without it
+        from nbclient.exceptions import DeadKernelError
+    except ImportError as error:
+        raise RunError(f"{error.name} is not installed -> pip install -c constraints.txt -e '.[lab]'") from None
+    try:
+        papermill.execute_notebook(
+            *(str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, executed)),  # it formats paths
+            parameters=parameters,
+            kernel_name="python3",  # of this environment, whatever kernel the notebook was last saved with
+            language="python",
+            cwd=str(runs.project_root()),
+            progress_bar=False,
+            stdout_file=sys.stdout,  # log_output would put every line through a logger, and pictures as text
+            stderr_file=sys.stderr,
+            autosave_cell_every=10,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # a warning about TCP greets every run otherwise
+            coalesce_streams=True,  # otherwise every flushed line becomes an output of its own
+        )
+    except papermill.PapermillExecutionError as error:
+        lines = f"{error.ename}: {error.evalue}".splitlines()
+        more = ["  ..."] if len(lines) > CAUSE_LINES else []
+        return "\n".join([f"cell [{error.exec_count}] raised {lines[0]}", *lines[1:CAUSE_LINES], *more])
+    except DeadKernelError:
+        return "the kernel died without a word: a crash in compiled code, or killed, often for want of memory"
+    return None
+
+
+def _run_failure(folder: Path) -> str | None:
+    """Why the run in a folder failed, even if its notebook ran to the end."""
+    if not (folder / runs.MANIFEST).exists():
+        return None  # not every notebook trains
+    ended = runs.Run(folder)
+    status = ended.status()
+    return f"the run {status}: {ended.cause()}" if status in ("failed", "died") else None
+
+
+# -- what was reached ----------------------------------------------------------------------------------------------
+
+
+def summary(folder: Path) -> str:
+    """The report as text, and where notebook and figures are."""
+    lines = []
+    try:
+        lines += ["", *_table(json.loads((folder / "report.json").read_text())), ""]
+    except FileNotFoundError:
+        pass  # a notebook that does not train, or one that failed before
+    except ValueError as error:
+        lines.append(f"{_short(folder)}/report.json is damaged: {error}")
+    paths = [path for path in (folder / "notebook.ipynb", *sorted((folder / "figures").glob("*.png"))) if path.exists()]
+    return "\n".join([*lines, *(_short(path) for path in paths)])
+
+
+def _table(report: dict) -> list[str]:
+    """Error per dataset beside what a forecast without a model reaches, then what it cost."""
+    rows = []
+    for name, splits in report.get("datasets", {}).items():
+        for split, values in splits.items():
+            baselines = {k: v for k, v in values.items() if k.endswith("_nrmse_mean") and not k.startswith("rollout")}
+            shown = {"nRMSE": "nrmse_mean", "median": "nrmse_median", "rollout": "rollout_nrmse_mean"}
+            row = {"dataset": name, "split": split, **{title: _number(values.get(k)) for title, k in shown.items()}}
+            row["without a model"] = ", ".join(
+                f"{key.removesuffix('_nrmse_mean').replace('_', ' ')} {_number(value)}"
+                for key, value in baselines.items()
+                if value is not None
+            )
+            rows.append(row)
+    lines = []
+    if rows:
+        cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in cells]
+    speed = report.get("samples_per_s") or {}
+    low, high = speed.get("ci95") or (None, None)
+    skipped = report.get("phases_skipped") or {}
+    lines += [
+        f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
+        f"{_number(report.get('parameters'))} parameters, trained {_number(report.get('train_time_s'))} s",
+        f"{_number(speed.get('median'))} samples/s (95 % interval {_number(low)} to {_number(high)}), "
+        f"first step after {_number(report.get('time_to_first_step_s'))} s, "
+        f"peak memory {_number(report.get('peak_memory_gib'))} GiB",
+        f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
+        *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
+    ]
+    return lines
+
+
+def _number(value) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _short(path: Path) -> str:
+    """A path as one would type it here."""
+    path = Path(path).absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Everything that a step needs, built from a config in one fixed order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from upsnb import optimizers, parallel
+from upsnb.config import INVERSE_TERMS, RunConfig
+from upsnb.data.batches import Batch, Loader
+from upsnb.data.datasets import Dataset, ensure_generated, open_dataset
+from upsnb.losses import LossModule, active_terms
+from upsnb.models.ups import UPS
+from upsnb.parallel import Ranks
+
+AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": None}
+
+
+def amp_dtype(config: RunConfig) -> torch.dtype | None:
+    """The autocast dtype of the step; None computes in float32."""
+    return AMP_DTYPES[config.training.amp_dtype] if config.training.amp else None
+
+
+def needs_inverse_heads(config: RunConfig) -> bool:
+    """Whether anything reads fields back out of a latent."""
+    weights = (getattr(config.training, f"lambda_{term}") for term in INVERSE_TERMS)
+    return config.operator.rollout == "latent" or any(weight > 0 for weight in weights)
+
+
+def build_model(config: RunConfig, datasets: dict[str, Dataset]) -> UPS:
+    """The untrained model; the same weights on every rank and in every process, by training.seed."""
+    specs = {name: dataset.spec for name, dataset in datasets.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.training.seed)
+        return UPS(config.latent, config.operator, specs, needs_inverse_heads(config))
+
+
+def open_datasets(config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None]) -> dict[str, Dataset]:
+    """All datasets of a config; rank 0 generates what is missing while the others wait."""
+    home = root / config.data.root
+    if ranks.rank == 0:
+        for chosen in config.data.datasets.values():
+            ensure_generated(chosen, home, say)
+    parallel.barrier(ranks)
+    return {name: open_dataset(name, config, home) for name in config.data.datasets}
+
+
+@dataclass
+class Setup:
+    """What a run trains with, and how one optimizer step is made of it."""
+
+    config: RunConfig
+    ranks: Ranks
+    datasets: dict[str, Dataset]
+    loader: Loader
+    model: UPS
+    loss: nn.Module  # LossModule, wrapped where there are several ranks
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    ema: optimizers.Ema | None
+    plateau: optimizers.Plateau
+    generator: torch.Generator
+    build_s: dict[str, float] = field(default_factory=dict)  # seconds per part, for the start event
+
+    @classmethod
+    def build(cls, config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None] = print) -> Setup:
+        """Build in the order of DESIGN.md section 6: data -> model -> compile -> DDP -> optimizer."""
+        training, device, build_s = config.training, ranks.device, {}
+        started = time.perf_counter()
+
+        def lap(part: str) -> None:
+            build_s[part] = round(time.perf_counter() - started - sum(build_s.values()), 3)
+
+        datasets = open_datasets(config, root, ranks, say)
+        loader = Loader(datasets, config, ranks.rank, ranks.world_size, device)
+        lap("data")
+        model = build_model(config, datasets).to(device)
+        torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
+        generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
+        if training.compile:
+            set_compile(model, training.compile_mode)
+        module = LossModule(model, training, generator, touch_all=ranks.world_size > 1)
+        loss = parallel.wrap_ddp(module, ranks)
+        made = optimizers.build(model, config.stages.operator.optimizer or config.optimizer)
+        scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype(config) == torch.float16)
+        ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
+        lap("model")
+        plateau = optimizers.Plateau(config.stages.operator.scheduler)
+        return cls(config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s)
+
+    def step(self, batches: list[Batch], step: int, microbatch: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """One optimizer step over its microbatches.
+
+        Args:
+            step: optimizer steps done before, for loss warm-up.
+            microbatch: microbatches done before, for loss frequencies.
+        Returns:
+            Mean loss, mean of each term over the microbatches that computed it, and the gradient norm: tensors on the
+            device, of this rank alone; reading them synchronises, so the loop reads them later.
+        """
+        training, dtype = self.config.training, amp_dtype(self.config)
+        totals, terms = [], {}
+        for number, batch in enumerate(batches):
+            weights = active_terms(training, step, microbatch + number)
+            synchronise = number == len(batches) - 1
+            if not synchronise and self.ranks.world_size > 1:
+                with self.loss.no_sync():  # gradients are averaged once a step, with the last microbatch
+                    total = self._forward_backward(batch, weights, dtype, len(batches), terms)
+            else:
+                total = self._forward_backward(batch, weights, dtype, len(batches), terms)
+            totals.append(total)
+        if self.ranks.world_size > 1:
+            self._forget_untouched({batch.dataset for batch in batches}, terms.keys())
+        norm = self._update(training.grad_clip)
+        means = {term: torch.stack(values).mean() for term, values in terms.items()}
+        return torch.stack(totals).mean(), means, norm
+
+    def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int, terms: dict) -> Tensor:
+        total, values = self.loss(batch, weights, dtype)
+        self.scaler.scale(total / num_microbatches).backward()
+        for term, value in values.items():
+            terms.setdefault(term, []).append(value)
+        return total.detach()
+
+    def _forget_untouched(self, names: set[str], terms) -> None:
+        """DDP leaves zeros where no microbatch of the step had a gradient; AdamW must not step on those."""
+        model = self.model
+        for name in model.specs:
+            modules = [model.encoders[name], model.conditions[name], model.decoders[name]] * (name not in names)
+            if name in model.inverse_decoders and (name not in names or not set(terms) & set(INVERSE_TERMS)):
+                modules.append(model.inverse_decoders[name])
+            for parameter in (p for module in modules for p in module.parameters()):
+                parameter.grad = None
+
+    def _update(self, grad_clip: float | None) -> Tensor:
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or float("inf"), foreach=True)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update()
+        return norm
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """Model, optimizers, scaler, EMA, schedule and the random state of every rank; all ranks enter."""
+        random = {"torch": torch.get_rng_state(), "generator": self.generator.get_state().cpu()}
+        if self.ranks.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+            "plateau": self.plateau.state_dict(),
+            "random": parallel.all_gather_objects(self.ranks, random),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict`; random state is taken up where the number of ranks is the same."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None and state["ema"] is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.plateau.load_state_dict(state["plateau"])
+        if len(state["random"]) == self.ranks.world_size:
+            random = state["random"][self.ranks.rank]
+            torch.set_rng_state(random["torch"].cpu())
+            self.generator.set_state(random["generator"].cpu())
+            if self.ranks.device.type == "cuda":
+                torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
+
+
+def set_compile(model: UPS, mode: str) -> None:
+    """Compile the repeated parts in place, so that no parameter changes its name (`block.compile()`).
+
+    Shapes are static per dataset: one graph each, and a new shape in evaluation is one graph more.
+    """
+    for module in (*model.operator.blocks, *model.encoders.values(), *model.decoders.values()):
+        module.compile(mode=None if mode == "default" else mode, dynamic=False)
