@@ -1,9 +1,9 @@
 """Overlays: partial configs from params files, notebook parameters and the command line, put on top of each other.
 
 An overlay may be nested (`training: {compile: true}`), dotted (`training.compile: true`) or flat (`compile: true`:
-looked up in FLAT_ORDER, then wherever only one setting ends so). `null` empties a setting that may be empty (`grad_clip:
-null` is no clipping) and takes any other back to its default. A mapping of named things, such as `data.datasets`, is
-replaced whole; a dotted path changes one entry of it.
+looked up in FLAT_ORDER, then wherever only one setting ends so). `null` empties a setting that may be empty (a
+`grad_clip` of null is no clipping) and takes any other back to its default. A mapping of named things, such as
+`data.datasets`, is replaced whole; a dotted path changes one entry of it.
 """
 
 from __future__ import annotations
@@ -113,17 +113,14 @@ def apply(base: RunConfig, flat: dict, where: str = "the overlay") -> RunConfig:
         *parents, leaf = path.split(".")
         node, default = values, defaults
         for key in parents:
-            if not isinstance(node, dict):
-                raise ConfigError([f"{path}: {'.'.join(parents)} holds a single value, nothing is below it"], where)
-            if node.get(key) is None:  # `stages.<stage>.optimizer.lr` where the stage had no optimizer of its own
+            if isinstance(node, dict) and node.get(key) is None:  # `stages.operator.optimizer.lr`: it had none so far
                 node[key] = {}
-            node = node[key]
-            default = (default or {}).get(key)
+            node, default = (part.get(key) if isinstance(part, dict) else None for part in (node, default))
         if not isinstance(node, dict):
-            raise ConfigError([f"{path}: {'.'.join(parents)} holds a single value, nothing is below it"], where)
+            raise ConfigError([f"{path}: {'.'.join(parents)} holds a single value -> nothing can be below it"], where)
         if flat[path] is not None or _may_be_empty(path):
             node[leaf] = copy.deepcopy(flat[path])
-        elif default and leaf in default and not _inside_named(path):
+        elif isinstance(default, dict) and leaf in default and not _inside_named(path):
             node[leaf] = default[leaf]
         else:
             node.pop(leaf, None)  # an entry of a named mapping goes, and with it all it said

@@ -1,0 +1,251 @@
+"""Overlays: every written form leads to the same config, every slip is named, every way there leads back."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from upsnb import config as configs
+from upsnb import overlays
+from upsnb.config import RunConfig, setting_paths
+from upsnb.errors import ConfigError
+
+PARAMS = Path(__file__).resolve().parents[1] / "params"
+TABLE = {  # the reference setups: num_gpus, batch, accum, checkpoint, compile, mode, amp_dtype, workers, prefetch, ...
+    "2gpu_baseline": (2, 8, 6, False, False, "default", "float16", 8, 4, False, False, 1, 2048),
+    "2gpu_optimized": (2, 30, 2, True, True, "default", "bfloat16", 6, 2, True, False, 4, 1024),
+    "4gpu_baseline": (4, 8, 3, False, False, "default", "float16", 8, 4, False, False, 1, 2048),
+    "4gpu_optimized": (4, 24, 2, True, True, "reduce-overhead", "bfloat16", 12, 2, True, True, 4, 1024),
+}
+ROLLBACKS = [
+    ("use_fsdp2: false\nbatch_size: 20", {"training.use_fsdp2": False, "training.batch_size": 20}),
+    ("cpu_offload_optimizer: false\nbatch_size: 16",
+     {"training.cpu_offload_optimizer": False, "training.batch_size": 16}),
+    ("inverse_loss_frequency: 2\nnum_queries: 1536",
+     {"training.inverse_loss_frequency": 2, "training.query_sampling.num_queries": 1536}),
+    ("use_activation_checkpoint: false\nbatch_size: 8\naccum_steps: 3",
+     {"operator.pdet.use_activation_checkpoint": False, "training.batch_size": 8, "training.accum_steps": 3}),
+    ("compile: false", {"training.compile": False}),
+]  # fmt: skip
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def problems(function, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+# -- written forms -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [p for p in setting_paths() if "*" not in p])
+def test_nested_and_dotted_forms_agree(path):
+    nested: object = 1
+    for key in reversed(path.split(".")):
+        nested = {key: nested}
+    assert overlays.flatten(nested) == overlays.flatten({path: 1}) == {path: 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("compile", "training.compile"),
+        ("num_queries", "training.query_sampling.num_queries"),
+        ("query_sampling.num_queries", "training.query_sampling.num_queries"),
+        ("hidden_dim", "operator.pdet.hidden_dim"),  # not the denoiser's
+        ("pdet.depth", "operator.pdet.depth"),
+        ("lr", "optimizer.lr"),  # not a stage's
+        ("dim", "latent.dim"),
+        ("budget_gb", "checkpoint.budget_gb"),  # only one setting ends so
+    ],
+)
+def test_flat_names_are_found(name, path):
+    assert overlays.flatten({name: 1}) == {path: 1}
+
+
+def test_flat_sections_are_found():
+    assert overlays.flatten({"pdet": {"depth": 3}}) == {"operator.pdet.depth": 3}
+
+
+def test_ambiguous_flat_name_lists_its_meanings():
+    said = problems(overlays.flatten, {"epochs": 3})
+    assert "epochs: is ambiguous -> write one of stages.consistency_distill.epochs, " in said
+
+
+def test_every_unknown_key_is_listed_with_the_nearest():
+    said = problems(overlays.flatten, {"training": {"bach_size": 1, "amp": True}, "opimizer": {}, "latent": 3})
+    assert said.startswith("3 problems")
+    for expected in ("did you mean training.batch_size?", "did you mean optimizer?", "latent: got 3 -> it is"):
+        assert expected in said
+
+
+@pytest.mark.parametrize(("text", "expected"), ROLLBACKS)
+def test_rollback_snippets_load_as_they_are_written(text, expected, tmp_path):
+    flat = overlays.flatten(overlays.read(write(tmp_path / "rollback.yaml", text)))
+    assert flat == expected
+    optimized = overlays.load(PARAMS / "4gpu_optimized.yaml")
+    rolled_back = overlays.load(PARAMS / "4gpu_optimized.yaml", tmp_path / "rollback.yaml")
+    changed = overlays.difference(optimized, rolled_back)
+    assert changed == {path: value for path, value in expected.items() if path in changed} and changed
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_reference_files_resolve_to_the_table(name):
+    config = overlays.load(PARAMS / f"{name}.yaml")
+    pdet, training = config.operator.pdet, config.training
+    found = (
+        training.num_gpus, training.batch_size, training.accum_steps, pdet.use_activation_checkpoint,
+        training.compile, training.compile_mode, training.amp_dtype, training.num_workers, training.prefetch_factor,
+        training.cpu_offload_optimizer, training.use_fsdp2, training.inverse_loss_frequency,
+        training.query_sampling.num_queries,
+    )  # fmt: skip
+    assert found == TABLE[name]
+    assert (config.latent.dim, config.latent.tokens) == (128, 128)
+    assert (pdet.hidden_dim, pdet.depth, pdet.num_heads, pdet.qk_norm) == (384, 12, 8, True)
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("muon_hybrid", 1.4e-3, 0.03)
+    assert (training.ema_decay, config.stages.operator.epochs, training.seed) == (0.999, 40, 42)
+    assert training.amp and training.lambda_inv_enc > 0  # otherwise amp_dtype and the frequency change nothing
+
+
+def test_unreadable_files_say_what_they_are(tmp_path):
+    assert "x.yaml: no such file" in problems(overlays.read, tmp_path / "x.yaml").replace("\n  ", ": ")
+    assert "not YAML" in problems(overlays.read, write(tmp_path / "a.yaml", "a: [1"))
+    assert "got list at the top" in problems(overlays.read, write(tmp_path / "a.yaml", "- 1"))
+    assert "stands alone" in problems(overlays.read, write(tmp_path / "a.yaml", "preset: quick"))
+    assert overlays.read(write(tmp_path / "a.yaml", "# nothing\n")) == {}
+
+
+def test_later_files_and_overrides_win(tmp_path):
+    one = write(tmp_path / "1.yaml", "batch_size: 2\naccum_steps: 2\nseed: 2")
+    two = write(tmp_path / "2.yaml", "training: {accum_steps: 3, seed: 3}")
+    training = overlays.load(one, two, overrides={"seed": 4}).training
+    assert (training.batch_size, training.accum_steps, training.seed) == (2, 3, 4)
+
+
+def test_yaml_text_that_was_meant_as_a_number_is_explained(tmp_path):
+    said = problems(overlays.load, write(tmp_path / "a.yaml", "lr: 3e-4"))
+    assert "a.yaml" in said and "optimizer.lr: got the text '3e-4' -> write 3.0e-4" in said
+
+
+# -- null, mappings of named things --------------------------------------------------------------------------------
+
+
+def test_null_resets_or_empties():
+    config = overlays.resolve({"batch_size": 3, "num_queries": 9, "stages.operator.optimizer.lr": 1.0})
+    nothing = dict.fromkeys(("batch_size", "num_queries", "grad_clip", "stages.operator.optimizer"))
+    reset = overlays.apply(config, overlays.flatten(nothing))
+    assert reset.training.batch_size == RunConfig().training.batch_size
+    assert reset.training.query_sampling.num_queries is None
+    assert reset.training.grad_clip is None  # its default clips; there is no other way to say "do not"
+    assert reset.stages.operator.optimizer is None
+
+
+def test_empty_section_is_refused():
+    """A section whose lines are all commented out is null in YAML; it must not wipe what stands below."""
+    assert "it is a section" in problems(overlays.flatten, {"training": None})
+
+
+def test_named_mappings_are_replaced_whole_and_changed_by_path():
+    whole = {"data": {"datasets": {"only": {"family": "darcy2d"}}}}
+    assert list(overlays.resolve(whole).data.datasets) == ["only"]
+    one = overlays.resolve({"data.datasets.advection.augment": False})
+    assert list(one.data.datasets) == ["advection", "darcy"] and not one.data.datasets["advection"].augment
+    assert one.data.datasets["advection"].input_frames == 4
+    assert list(overlays.resolve({"data.datasets.darcy": None}).data.datasets) == ["advection"]
+    both = overlays.resolve({"data.datasets.only.num_samples": 3, **whole})
+    assert both.data.datasets["only"].num_samples == 3
+    assert list(overlays.resolve({"data.datasets.advection.augment": False}, whole).data.datasets) == ["only"]
+
+
+@pytest.mark.parametrize("path", ["data.datasets.advection.family.x", "training.loss_frequency.spectral.x"])
+def test_nothing_is_below_a_single_value(path):
+    base = overlays.resolve({"training.loss_frequency": {"spectral": 2}})
+    assert "holds a single value" in problems(overlays.apply, base, {path: 1})
+
+
+def test_inputs_are_left_alone():
+    overlay = {"data": {"datasets": {"d": {"family": "darcy2d"}}}, "training": {"batch_size": 3}}
+    copy = {"data": {"datasets": {"d": {"family": "darcy2d"}}}, "training": {"batch_size": 3}}
+    base = RunConfig()
+    overlays.resolve(overlay, {"data.datasets.d.augment": True}, base=base)
+    assert overlay == copy and base == RunConfig()
+
+
+# -- difference ----------------------------------------------------------------------------------------------------
+
+CHOICES = [
+    {"training.batch_size": 3}, {"training.grad_clip": None}, {"training.grad_clip": 0.5}, {"training.ema_decay": 0.9},
+    {"operator.pdet.depth": 2}, {"stages.operator.optimizer": {"name": "adamw"}}, {"stages.operator.optimizer": None},
+    {"stages.operator.optimizer.lr": 0.1}, {"data.datasets.darcy": None}, {"data.datasets.advection.augment": False},
+    {"training.loss_frequency": {"spectral": 2}}, {"training.query_sampling.num_queries": 7},
+    {"optimizer.betas": [0.5, 0.6]}, {"training.loss_warmup_steps.spectral": 9}, {"training.compile": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_difference_then_apply_is_identity_both_ways(seed):
+    draw = random.Random(seed)
+    old, new = (overlays.resolve(*draw.sample(CHOICES, 5)) for _ in range(2))
+    for a, b in ((old, new), (new, old)):
+        change = overlays.difference(a, b)
+        assert overlays.apply(a, change) == b
+        assert overlays.apply(a, overlays.flatten(change)) == b  # the way a running worker takes it
+    assert overlays.difference(new, new) == {}
+
+
+def test_saved_config_is_an_overlay_that_leads_to_itself(tmp_path):
+    config = overlays.load(PARAMS / "4gpu_optimized.yaml")
+    configs.save(config, tmp_path / "c.yaml")
+    assert configs.load(tmp_path / "c.yaml") == overlays.resolve(overlays.difference(RunConfig(), config)) == config
+
+
+# -- notebooks -----------------------------------------------------------------------------------------------------
+
+
+def test_notebook_sections_and_injected_flat_names_take_effect():
+    variables = {"use_fsdp2": True, "preset": "quick", "latent": {}, "training": {"batch_size": 3, "use_fsdp2": False}}
+    config = overlays.from_notebook(variables)
+    assert config.training.use_fsdp2 and config.training.batch_size == 3
+    assert config.latent == overlays.load(PARAMS / "quick.yaml").latent
+
+
+def test_notebook_problems_are_listed_at_once():
+    variables = {"training": {"bach_size": 3, "accum_steps": 0}, "use_fdsp2": True, "latent": 3, "lr": "3e-4"}
+    said = problems(overlays.from_notebook, variables)
+    assert said.startswith("5 problems in the notebook's parameters")
+    for expected in ("training.batch_size?", "accum_steps: got 0", "training.use_fsdp2?", "latent: got 3", "3.0e-4"):
+        assert expected in said
+
+
+def test_what_is_no_parameter_is_passed_over():
+    variables = {"In": [""], "Out": {}, "exit": 1, "quit": 1, "get_ipython": 1, "open": 1, "_dh": [], "np": overlays}
+    assert overlays.from_notebook({**variables, "run_folder": "x", "arms": [1]}, own=("arms",)) == RunConfig()
+    assert "arms: unknown setting" in problems(overlays.from_notebook, {"arms": [1]})
+
+
+def test_running_the_parameters_again_minds_no_variable_of_later_cells():
+    cells = ["", "preset = ''\ntraining: dict = {}\nold = 1", "# Parameters\nseed = 5", "%magic", "row = {}"]
+    variables = {"In": cells, "preset": "", "training": {}, "seed": 5, "row": {}, "old": 1}
+    assert "old: unknown setting" in problems(overlays.from_notebook, variables)
+    variables["In"] = [*cells, "preset = ''\ntraining: dict = {}\nseed = 5"]  # run again, without `old`
+    assert overlays.from_notebook(variables).training.seed == 5
+
+
+def test_presets_are_names_or_paths(tmp_path, monkeypatch):
+    quick = overlays.load(PARAMS / "quick.yaml")
+    monkeypatch.chdir(tmp_path)
+    for preset in ("quick", "quick.yaml", str(PARAMS / "quick")):
+        assert overlays.from_notebook({"preset": preset}) == quick
+    assert "quick.yaml" in problems(overlays.from_notebook, {"preset": "qick"})
+    (tmp_path / "params").mkdir()
+    write(tmp_path / "params" / "mine.yaml", "seed: 9")
+    assert overlays.from_notebook({"preset": "mine"}).training.seed == 9
