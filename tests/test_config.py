@@ -1,0 +1,191 @@
+"""A RunConfig that exists is valid, says everything about a run, and comes back from disk as it went."""
+
+import random
+import typing
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from upsnb import config as configs
+from upsnb.config import RunConfig, nearest_setting, setting_paths, validate
+from upsnb.errors import ConfigError
+
+OTHER = {  # a valid value that is not the default, for settings whose type does not suggest one
+    "data.datasets": {"one": {"family": "darcy2d", "files": ["a.h5", "b.h5"], "generate": {"seed": 3}}},
+    "operator.pdet.input_dim": 128,
+    "diffusion.latent_dim": 128,
+    "training.loss_warmup_steps": {"spectral": 10},
+    "training.loss_frequency": {"spectral": 2},
+    "optimizer.betas": [0.8, 0.95],
+}
+OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesConfig.model_fields}
+NEEDS = {  # other settings without which a value would contradict the rest
+    "operator.encoder": {"operator.decoder": "cross_attention"},
+    "operator.rollout": {"training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0},
+}
+
+
+def get(values: dict, path: str):
+    for key in path.split("."):
+        values = values[key]
+    return values
+
+
+def put(values: dict, path: str, value) -> dict:
+    *parents, leaf = path.split(".")
+    node = values
+    for key in parents:
+        node = node.setdefault(key, {})
+    node[leaf] = value
+    return values
+
+
+SETTINGS = [p for p in setting_paths() if "*" not in p and ".optimizer." not in p]  # a stage has one only if told to
+DEFAULTS = RunConfig().model_dump(mode="json")
+
+
+def annotation(path: str):
+    section, names = RunConfig, path.split(".")
+    for name in names[:-1]:
+        section = section.model_fields[name].annotation
+    return section.model_fields[names[-1]].annotation
+
+
+def another(path: str):
+    """A valid value other than the default."""
+    default, kind = get(DEFAULTS, path), annotation(path)
+    if path in OTHER:
+        return OTHER[path]
+    if typing.get_origin(kind) is typing.Literal:
+        return next(choice for choice in typing.get_args(kind) if choice != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default * 2 or 1
+    if isinstance(default, float):
+        return default / 2 or 0.25
+    if default is None:
+        return 0.5 if "float" in str(kind) else 1
+    return default + "x"
+
+
+def test_default_config_is_valid_and_frozen():
+    with pytest.raises(ValidationError):
+        RunConfig().training.batch_size = 3
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_every_setting_round_trips_through_disk(path, tmp_path):
+    value = another(path)
+    values = put({}, path, value)
+    for needed, its_value in NEEDS.get(path, {}).items():
+        put(values, needed, its_value)
+    config = validate(values)
+    assert config != RunConfig()
+    configs.save(config, tmp_path / "config.yaml")
+    loaded = configs.load(tmp_path / "config.yaml")
+    assert loaded == config
+    written = get(loaded.model_dump(mode="json"), path)
+    if not isinstance(value, dict):
+        assert written == value and type(written) is type(value)
+
+
+def test_saved_config_holds_every_default(tmp_path):
+    configs.save(RunConfig(), tmp_path / "config.yaml")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"format": configs.FORMAT, **DEFAULTS}
+
+
+def test_config_of_another_format_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("format: 99\n")
+    with pytest.raises(ConfigError, match="format: found 99, this version reads 1"):
+        configs.load(tmp_path / "config.yaml")
+
+
+def test_every_problem_is_listed_at_once_with_the_nearest_name():
+    with pytest.raises(ConfigError) as caught:
+        validate(
+            {
+                "training": {"batchsize": 4, "accum_steps": 0, "compile": "yes", "ema_decay": 1.5, "amp_dtype": "fp16"},
+                "latnet": {"dim": 3},
+                "optimizer": {"lr": "3e-4", "betas": [0.9]},
+                "data": {"datasets": {"a": {"family": "darcy3d", "fils": []}}},
+            },
+            "params/x.yaml",
+        )
+    said = str(caught.value)
+    assert said.startswith(f"{len(caught.value.problems)} problems in params/x.yaml")
+    for expected in (
+        "training.batchsize: unknown setting -> did you mean training.batch_size?",
+        "training.accum_steps: got 0",
+        "training.compile: got the text 'yes'",
+        "training.ema_decay: got 1.5",
+        "training.amp_dtype: got the text 'fp16' -> choose 'float16', 'bfloat16' or 'float32'",
+        "latnet: unknown setting -> did you mean latent?",
+        "optimizer.lr: got the text '3e-4' -> write 3.0e-4 (YAML wants the dot and the sign)",
+        "optimizer.betas",
+        "data.datasets.a.family: got the text 'darcy3d'",
+        "data.datasets.a.fils: unknown setting",
+    ):
+        assert expected in said
+    assert len(caught.value.problems) == 10
+
+
+@pytest.mark.parametrize("text", ["3e-4", "1e4", "1.0e4", "-2E3", ".5e3"])
+def test_hinted_number_is_a_number_to_yaml(text):
+    assert isinstance(yaml.safe_load(text), str)
+    with pytest.raises(ConfigError) as caught:
+        validate({"optimizer": {"lr": text}})
+    hint = str(caught.value).partition("-> write ")[2].split()[0]
+    assert yaml.safe_load(hint) == float(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"operator": {"pdet": {"num_heads": 7}}}, "operator.pdet.num_heads"),
+        ({"operator": {"pdet": {"input_dim": 64}}}, "operator.pdet.input_dim: is 64 but latent.dim is 128"),
+        ({"diffusion": {"latent_dim": 64}}, "diffusion.latent_dim: is 64 but latent.dim is 128"),
+        ({"data": {"datasets": {}}}, "data.datasets: is empty"),
+        ({"data": {"datasets": {"d": {"family": "darcy2d", "input_frames": 2}}}}, "data.datasets.d: is static"),
+        ({"training": {"lambda_relative": 0.0}}, "every loss weight is 0"),
+        ({"training": {"loss_frequency": {"spectrl": 2}}}, "did you mean spectral?"),
+        ({"operator": {"rollout": "latent"}}, "latent needs training.lambda_forward > 0"),
+    ],
+)
+def test_contradictions_name_the_setting(values, said):
+    with pytest.raises(ConfigError, match=".") as caught:
+        validate(values)
+    assert said in str(caught.value)
+
+
+def test_contradictions_are_listed_together():
+    values = {"operator": {"pdet": {"num_heads": 7, "input_dim": 64}}, "training": {"lambda_relative": 0.0}}
+    with pytest.raises(ConfigError) as caught:
+        validate(values)
+    assert len(caught.value.problems) == 3
+
+
+def test_numbers_and_texts_are_not_confused():
+    for wrong in ({"batch_size": "8"}, {"batch_size": 8.0}, {"compile": 1}, {"grad_clip": True}):
+        with pytest.raises(ConfigError):
+            validate({"training": wrong})
+    assert validate({"training": {"grad_clip": 1}}).training.grad_clip == 1.0
+
+
+def test_what_is_no_plain_data_is_refused():
+    with pytest.raises(ConfigError, match="numbers, texts, lists and mappings"):
+        validate({"training": {"batch_size": object()}})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_misspelt_settings_are_recognised(seed):
+    draw = random.Random(seed)
+    for path in (p for p in setting_paths() if "*" not in p):
+        section, _, leaf = path.rpartition(".")
+        if len(leaf) < 5 or not section:
+            continue
+        at = draw.randrange(1, len(leaf) - 1)
+        misspelt = leaf[:at] + leaf[at + 1 :]  # one letter is missing
+        hint = nearest_setting(f"{section}.{misspelt}")
+        assert hint.startswith(f"did you mean {section}."), (path, misspelt, hint)

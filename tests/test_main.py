@@ -1,0 +1,245 @@
+"""`python -m upsnb run`: what is refused, what fails, and what a reader sees of either."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from upsnb import __main__ as command
+from upsnb import runs
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError
+
+PARAMETERS = "preset = ''\n" + "\n".join(f"{name} = {{}}" for name in RunConfig.model_fields) + "\nrun_folder = ''"
+CHECK = "from upsnb import overlays\nconfig = overlays.from_notebook(globals())"
+REPORT = {
+    "format": 1,
+    "kind": "train",
+    "status": "finished",
+    "device": "cpu",
+    "num_ranks": 1,
+    "parameters": 1234567,
+    "samples_per_s": {"median": 321.0, "ci95": [300.0, 340.0]},
+    "time_to_first_step_s": 2.5,
+    "train_time_s": 150.0,
+    "peak_memory_gib": None,
+    "phases_on": ["compile"],
+    "phases_skipped": {"optimizer_offload": "no GPU"},
+    "datasets": {
+        "advection": {"test": {"nrmse_mean": 0.012345, "nrmse_median": 0.01, "rollout_nrmse_mean": 0.1,
+                               "persistence_nrmse_mean": 0.9}},
+        "darcy": {"test": {"nrmse_mean": 0.05, "nrmse_median": None, "training_mean_nrmse_mean": 0.7}},
+    },
+}  # fmt: skip
+
+
+def notebook(path: Path, *sources: str, parameters: str | None = PARAMETERS) -> Path:
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    if parameters is not None:
+        cells.insert(0, nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def params_file(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that must be refused, before a kernel starts, and return what it says."""
+
+    def run(*arguments) -> str:
+        assert command.main(["run", *map(str, arguments)]) == command.REFUSED
+        said = capsys.readouterr()
+        assert said.out == "" and "Traceback" not in said.err
+        return said.err
+
+    return run
+
+
+# -- what is refused before anything starts ------------------------------------------------------------------------
+
+
+def test_missing_notebook_is_answered_with_those_there_are(refused, tmp_path, monkeypatch):
+    (tmp_path / "params").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "07_here.ipynb").touch()
+    monkeypatch.chdir(tmp_path)
+    assert "notebooks/07_here.ipynb" in refused("notebooks/07_her.ipynb")
+
+
+def test_every_problem_of_files_and_command_line_is_listed_at_once(refused, tmp_path):
+    file = params_file(tmp_path / "p.yaml", "training: {bach_size: 3, accum_steps: 3e0x}\nlatent: {tokens: -1}\n")
+    said = refused(
+        notebook(tmp_path / "n.ipynb"), "-f", file, "-p", "use_fsdp=1", "-p", "lr", "-p", "amp_dtype=half",
+        "-p", "run_folder=x", "-o", tmp_path / "run",
+    )  # fmt: skip
+    for expected in ("did you mean training.batch_size?", "'3e0x'", "latent.tokens", "did you mean training.use_fsdp2?",
+                     "-p lr: has no value", "training.amp_dtype", "run_folder: is chosen with -o"):  # fmt: skip
+        assert expected in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_missing_file_is_named(refused, tmp_path):
+    said = refused(notebook(tmp_path / "n.ipynb"), "-f", tmp_path / "a.yaml", "-f", tmp_path / "b.yaml")
+    assert "a.yaml: no such file" in said and "b.yaml: no such file" in said
+
+
+def test_config_that_cannot_run_here_is_refused(refused, tmp_path):
+    said = refused(notebook(tmp_path / "n.ipynb"), "-p", "num_gpus=512", "-o", tmp_path / "run")
+    assert "training.num_gpus: 512" in said and not (tmp_path / "run").exists()
+
+
+def test_notebook_without_tag_or_not_a_notebook_is_refused(refused, tmp_path):
+    assert "tagged `parameters`" in refused(notebook(tmp_path / "n.ipynb", "1", parameters=None))
+    (tmp_path / "n.ipynb").write_text("not json")
+    assert "is not a notebook" in refused(tmp_path / "n.ipynb")
+
+
+def test_folder_with_a_run_is_not_overwritten(refused, tmp_path):
+    runs.create(RunConfig(), tmp_path / "run")
+    said = refused(notebook(tmp_path / "n.ipynb"), "-o", tmp_path / "run")
+    assert "run" in said and not (tmp_path / "run" / "notebook.ipynb").exists()
+
+
+# -- what a notebook is passed -------------------------------------------------------------------------------------
+
+
+def test_files_and_settings_become_one_overlay_per_section(tmp_path):
+    path = notebook(tmp_path / "n.ipynb")
+    one = params_file(tmp_path / "1.yaml", "training: {batch_size: 4, query_sampling: {num_queries: 9}}\nseed: 5")
+    two = params_file(tmp_path / "2.yaml", "training.batch_size: 5\nhidden_dim: 64\n")
+    passed, config = command.read_parameters(path, [one, two], ["num_heads=4", "training={seed: 1}", "grad_clip=null"])
+    assert passed == {
+        "preset": "",
+        "training": {"batch_size": 5, "query_sampling.num_queries": 9, "seed": 1, "grad_clip": None},
+        "operator": {"pdet.hidden_dim": 64, "pdet.num_heads": 4},
+    }
+    assert config.training.batch_size == 5 and config.training.query_sampling.num_queries == 9
+    assert config.training.grad_clip is None and config.operator.pdet.hidden_dim == 64
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "1E-4", ".1e-3"])
+def test_numbers_are_numbers_however_written(tmp_path, text):
+    _, config = command.read_parameters(notebook(tmp_path / "n.ipynb"), [], [f"lr={text}", f"betas=[{text}, 9e-1]"])
+    assert config.optimizer.lr == 1e-4 and config.optimizer.betas == (1e-4, 0.9)
+
+
+def test_text_stays_text(tmp_path):
+    _, config = command.read_parameters(notebook(tmp_path / "n.ipynb"), [], ["logging.name=a1e4b", "amp=on"])
+    assert config.logging.name == "a1e4b" and config.training.amp is True
+
+
+def test_notebooks_own_preset_counts_only_without_files(tmp_path):
+    path = notebook(tmp_path / "n.ipynb", parameters=PARAMETERS.replace("preset = ''", "preset: str = 'low'"))
+    (tmp_path / "low.yaml").write_text("batch_size: 3\nseed: 7\n")
+    path.write_text(path.read_text().replace("'low'", f"'{tmp_path}/low'"))
+    file = params_file(tmp_path / "p.yaml", "batch_size: 4")
+    assert command.read_parameters(path, [], ["seed=8"])[1].training.model_dump().items() >= {
+        "batch_size": 3, "seed": 8}.items()  # fmt: skip
+    assert command.read_parameters(path, [file], [])[1].training.seed == RunConfig().training.seed
+
+
+def test_a_notebooks_own_parameters_pass_untouched(tmp_path):
+    path = notebook(tmp_path / "n.ipynb", parameters=PARAMETERS + "\nnum_pairs = 5")
+    assert command.read_parameters(path, [], ["num_pairs=6"])[0] == {"num_pairs": 6}
+
+
+def test_section_the_notebook_does_not_know_is_refused(tmp_path):
+    path = notebook(tmp_path / "n.ipynb", parameters="preset = ''\nrun_folder = ''")
+    with pytest.raises(ConfigError, match=r"training: is no parameter of n\.ipynb"):
+        command.read_parameters(path, [], ["batch_size=2"])
+
+
+# -- what is executed ----------------------------------------------------------------------------------------------
+
+
+def execute(*arguments, cwd) -> subprocess.CompletedProcess:
+    call = [sys.executable, "-m", "upsnb", "run", *map(str, arguments)]
+    return subprocess.run(call, cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.slow
+def test_success_prints_table_figures_and_notebook(tmp_path):
+    work = (
+        "import json, pathlib\n"
+        f"report = {REPORT!r}\n"
+        "folder = pathlib.Path(run_folder)\n"
+        "(folder / 'report.json').write_text(json.dumps(report))\n"
+        "(folder / 'figures').mkdir()\n"
+        "(folder / 'figures' / 'loss.png').touch()\n"
+        "for k in range(300): print('line', k, flush=True)\n"
+        "print('batch', config.training.batch_size, 'lr', config.optimizer.lr)"
+    )
+    path = notebook(tmp_path / "n.ipynb", CHECK, work)
+    done = execute(path, "-p", "batch_size=3", "-p", "lr=1e-4", "-o", "run {odd}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for expected in ("line 299", "batch 3 lr 0.0001", "0.01235", "persistence 0.9", "training mean 0.7", "321",
+                     "1,234,567", "skipped optimizer_offload: no GPU", "run {odd}/figures/loss.png",
+                     "run {odd}/notebook.ipynb"):  # fmt: skip
+        assert expected in done.stdout
+    cells = nbformat.read(tmp_path / "run {odd}" / "notebook.ipynb", as_version=4).cells
+    assert len(cells[-1].outputs) == 1  # coalesced
+
+
+@pytest.mark.slow
+def test_failing_cell_is_one_cause_and_keeps_the_notebook(tmp_path):
+    path = notebook(tmp_path / "n.ipynb", CHECK, "raise RuntimeError('the loss is not a number')", "print('after')")
+    done = execute(path, "-o", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == command.FAILED
+    assert "FAILED: cell [4] raised RuntimeError: the loss is not a number\nSee run/notebook.ipynb" in done.stderr
+    assert "Traceback" not in done.stderr and "after" not in done.stdout
+    assert "the loss is not a number" in (tmp_path / "run" / "notebook.ipynb").read_text()
+
+
+@pytest.mark.slow
+def test_dead_kernel_fails(tmp_path):
+    path = notebook(tmp_path / "n.ipynb", "import os\nos._exit(1)", "print('after')")
+    done = execute(path, "-o", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == command.FAILED
+    assert "FAILED: the kernel died" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "notebook.ipynb").exists()
+
+
+@pytest.mark.slow
+def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path):
+    work = (
+        "from upsnb import runs\n"
+        "runs.create(config, run_folder)\n"
+        "_ = runs.update_manifest(run_folder, status='failed', cause='rank 1 ran out of memory')"
+    )
+    done = execute(notebook(tmp_path / "n.ipynb", CHECK, work), "-o", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == command.FAILED
+    assert "FAILED: the run failed: rank 1 ran out of memory" in done.stderr
+
+
+@pytest.mark.slow
+def test_old_report_is_not_shown_for_a_new_failure(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.json").write_text(json.dumps(REPORT))
+    done = execute(notebook(tmp_path / "n.ipynb", "1 / 0"), "-o", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == command.FAILED and "321" not in done.stdout
+
+
+@pytest.mark.slow
+def test_run_folder_is_made_under_outputs(tmp_path):
+    (tmp_path / "params").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    path = notebook(tmp_path / "notebooks" / "n.ipynb", "print('in', run_folder)")
+    done = execute(path, "-p", "logging.name=trial", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert folder.name.startswith("trial-") and f"in {folder}" in done.stdout
+
+
+@pytest.mark.parametrize("report", [{}, {"datasets": {"d": {"test": {}}}, "samples_per_s": None}])
+def test_half_a_report_still_prints(report, tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert command.summary(tmp_path)
+    (tmp_path / "report.json").write_text("{")
+    assert "damaged" in command.summary(tmp_path)
