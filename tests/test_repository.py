@@ -1,0 +1,267 @@
+"""The repository's own rules: pinned versions, one-way imports, files one can read, notebooks without outputs."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from upsnb import __main__ as command
+from upsnb import hardware, overlays
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = [
+    Requirement(line) for line in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
+]
+PINS = dict(
+    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+)
+MODULES = {
+    ".".join(path.relative_to(ROOT / "upsnb").with_suffix("").parts): path
+    for path in sorted((ROOT / "upsnb").rglob("*.py"))
+    if path.name != "__init__.py"
+}
+PARAMS = sorted((ROOT / "params").glob("*.yaml"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+ORDER = """
+    errors config overlays hardware
+    data.spec data.layouts data.families data.generate data.download data.datasets data.batches
+    models.attention models.geometry models.codec models.operator models.ups models.diffusion
+    losses metrics optimizers phases
+    processes events runs parallel checkpoint
+    setup evaluation training pipeline worker verdict supervisor launch
+    compare memory profiling figures report panel __main__
+""".split()  # a module imports only what stands before it
+LONG = {  # lines above 350, and why one file is still one subject
+    "config": "every setting of a run in one place, to be read like a table",
+    "figures": "one function a figure, alike and independent",
+    "training": "one loop",
+}
+MOST_LINES, MOST_LINES_OF_LONG = 350, 500
+
+
+def ids(paths):
+    return [path.name for path in paths]
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names a file imports, at its top or inside functions; `from a import b` counts as `a.b`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+# -- versions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_every_dependency_is_pinned_inside_its_range(requirement):
+    pins = {canonicalize_name(name): version for name, version in PINS.items()}
+    assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+
+
+def test_pins_are_exact_public_and_sorted():
+    for name, version in PINS.items():
+        assert re.fullmatch(r"[\d.]+(\.?(post|rc)\d+)?", version), f"{name}=={version}"
+    assert list(PINS) == sorted(PINS, key=str.lower)
+
+
+def test_nothing_is_pinned_that_nothing_needs():
+    needed, todo = set(), list(REQUIREMENTS)
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        try:
+            inner = metadata.distribution(name).requires or []
+        except metadata.PackageNotFoundError:
+            continue  # needed on another system only
+        if (name, *requirement.extras) in needed:
+            continue
+        needed |= {(name,), (name, *requirement.extras)}
+        for found in map(Requirement, inner):
+            extras = {"", *requirement.extras}
+            if found.marker is None or any(found.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(found)
+    assert {canonicalize_name(name) for name in PINS} <= {name for name, *_ in needed}
+
+
+def test_conda_environment_installs_the_same_pins():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["dependencies"][-1] == {"pip": ["-c constraints.txt", "-e .[lab,test]"]}
+    minimum = PROJECT["requires-python"].removeprefix(">=")
+    assert f"python={minimum}" in environment["dependencies"]
+
+
+def test_hosted_notebooks_need_no_other_versions():
+    hosted = {"torch": "2.11", "torchao": "0.10", "ipywidgets": "7.7.1", "numpy": "2.1", "matplotlib": "3.10",
+              "h5py": "3.16", "pydantic": "2.13", "pyyaml": "6.0"}  # fmt: skip
+    base = {canonicalize_name(r.name): r for r in map(Requirement, PROJECT["dependencies"])}
+    assert all(base[name].specifier.contains(version) for name, version in hosted.items())
+    assert "ipykernel" not in base
+
+
+# -- modules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_flow_one_way(module):
+    assert module in ORDER, f"upsnb/{module}: give it a place in ORDER"
+    inside = [name.removeprefix("upsnb.") for name in imports(MODULES[module]) if name.startswith("upsnb.")]
+    for name in inside:
+        found = name if name in MODULES else name.rpartition(".")[0]
+        assert found in MODULES, f"upsnb.{name} does not exist"
+        assert ORDER.index(found) < ORDER.index(module), f"{module} imports {found}, which stands after it"
+
+
+def test_only_declared_packages_are_imported():
+    declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    extra = {"ipywidgets": {"panel"}, "IPython": {"panel"}, "papermill": {"__main__"}, "nbclient": {"__main__"}}
+    for module, path in MODULES.items():
+        for name in {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {"upsnb"}:
+            if name in extra:
+                assert module in extra[name], f"{module} imports {name}: only {extra[name]} may"
+            else:
+                assert canonicalize_name({"yaml": "PyYAML"}.get(name, name)) in declared, f"{module} imports {name}"
+
+
+def test_packages_are_empty_and_all_installed():
+    folders = sorted(path.parent for path in (ROOT / "upsnb").rglob("*.py"))
+    names = sorted({".".join(folder.relative_to(ROOT).parts) for folder in folders})
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"] == names
+    assert all((folder / "__init__.py").read_text() == "" for folder in folders)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_file_is_short_enough_to_be_read(module):
+    num_lines = len(MODULES[module].read_text().splitlines())
+    assert num_lines <= (MOST_LINES_OF_LONG if module in LONG else MOST_LINES)
+
+
+IMPORT_EVERYTHING = """
+import importlib, json, locale, os, random, signal, sys, threading, warnings
+outside, inside = json.loads(sys.argv[1])
+for name in outside:  # what other packages do at import is theirs
+    importlib.import_module(name)
+import numpy, torch
+
+def state():
+    return {
+        "environment": dict(os.environ), "filters": list(map(str, warnings.filters)), "path": list(sys.path),
+        "random": random.getstate(), "numpy": str(numpy.random.get_state()), "torch": torch.get_rng_state().tolist(),
+        "signals": [str(signal.getsignal(s)) for s in signal.valid_signals()], "threads": threading.active_count(),
+        "torch threads": torch.get_num_threads(), "dtype": str(torch.get_default_dtype()),
+        "matmul": torch.get_float32_matmul_precision(), "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "tf32": torch.backends.cudnn.allow_tf32, "locale": locale.setlocale(locale.LC_ALL), "folder": os.getcwd(),
+        "group": torch.distributed.is_initialized(), "files": sorted(os.listdir()), "hook": str(sys.excepthook),
+    }
+
+before = state()
+for name in inside:
+    importlib.import_module(name)
+    after = state()
+    assert after == before, f"{name} changes " + ", ".join(key for key in before if before[key] != after[key])
+assert not torch.cuda.is_initialized()
+assert "matplotlib.pyplot" not in sys.modules
+"""
+
+
+def test_importing_does_nothing(tmp_path):
+    inside = [f"upsnb.{module}" for module in sorted(MODULES, key=lambda m: ORDER.index(m) if m in ORDER else -1)]
+    found = set().union(*(imports(path) for path in MODULES.values()))
+    outside = set()
+    for name in (name for name in found if not name.startswith("upsnb")):
+        parent = name.rpartition(".")[0] or name
+        top = ast.parse(f"import {parent}").body[0].names[0].name
+        outside |= {name if _is_module(name) else top}
+    arguments = json.dumps([sorted(outside), inside])
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING, arguments], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == ""
+
+
+def _is_module(name: str) -> bool:
+    """Whether `a.b` in `from a import b` is a module, decided without importing it."""
+    parts = name.split(".")
+    try:
+        folder = Path(metadata.distribution("torch").locate_file("")) / Path(*parts)
+    except metadata.PackageNotFoundError:
+        return False
+    return len(parts) == 1 or folder.with_suffix(".py").exists() or (folder / "__init__.py").exists()
+
+
+# -- params, documents, notebooks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PARAMS, ids=ids(PARAMS))
+def test_params_file_is_valid_and_runs_here_or_says_why_not(path):
+    config = overlays.load(path)
+    try:
+        hardware.check_runnable(config, hardware.detect())
+    except ConfigError as error:
+        assert all(re.match(r"[a-z_.0-9]+: .+ -> .+", problem) for problem in error.problems), str(error)
+
+
+@pytest.mark.parametrize("path", PARAMS, ids=ids(PARAMS))
+def test_params_file_stands_alone_under_papermill(path):
+    """`papermill -f` knows no layers: without this line the notebook's own preset would stay below the file."""
+    assert yaml.safe_load(path.read_text())["preset"] == ""
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids(DOCUMENTS))
+def test_every_path_in_a_document_exists(path):
+    text = path.read_text()
+    folders = r"\.ci|docs|notebooks|outputs/reference|params|tests|upsnb"
+    named = set(re.findall(rf"(?<![\w/.<-])(?:{folders})/[\w./*-]*", text))
+    linked = {link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link and "@" not in link}
+    for name in {name.rstrip(".") for name in named}:
+        assert list(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"
+    for link in linked:
+        assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
+def test_notebook_is_committed_without_outputs(path):
+    for number, cell in enumerate(json.loads(path.read_text())["cells"]):
+        if cell["cell_type"] != "code":
+            continue
+        if "keep_output" in cell["metadata"].get("tags", ()):
+            assert cell["execution_count"] is not None, f"cell {number}: nbval needs the count of a kept output"
+        else:
+            assert not cell["outputs"], f"cell {number} has outputs -> nbstripout --keep-count {path.name}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
+def test_notebook_starts_with_parameters_that_make_a_runnable_config(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert "parameters" in cells[0]["metadata"].get("tags", ())
+    _, config = command.read_parameters(path, [], [])
+    hardware.check_runnable(config, hardware.detect())
+
+
+@pytest.mark.parametrize("path", PARAMS, ids=ids(PARAMS))
+def test_training_notebook_takes_every_params_file(path):
+    notebook = ROOT / "notebooks" / "01_train.ipynb"
+    if not notebook.exists():
+        pytest.skip("there is no training notebook")
+    passed, config = command.read_parameters(notebook, [path], [])
+    assert passed.keys() <= {*RunConfig.model_fields, *overlays.PARAMETERS} and config == overlays.load(path)
