@@ -6,7 +6,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-export MPLBACKEND ?= Agg
 
 .PHONY: demo test lab check clean help
 help:
@@ -20,7 +19,7 @@ demo: $(STAMP) compiler
 	$(BIN)/python -m upsnb run notebooks/01_train.ipynb -f params/quick.yaml
 
 lab: $(STAMP) compiler
-	$(BIN)/jupyter lab --notebook-dir=. $(LAB_ARGS)
+	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -44,7 +43,8 @@ compiler:
 		echo "No C++ compiler (g++ or clang++) found: torch.compile on the CPU will not work until one is installed."
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; python3 here is: $$(python3 --version 2>&1)." \
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed, and $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)." \
 		"Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
