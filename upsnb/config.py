@@ -129,7 +129,7 @@ class PdetConfig(Section):
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over hidden_dim
     drop_path: OpenFraction = 0.0  # probability of skipping a block, rising linearly with depth
     use_activation_checkpoint: bool = False  # recompute block activations in backward
-    attention: Literal["sdpa", "flex"] = "sdpa"  # attention kernel
+    attention: Literal["sdpa", "math", "flex"] = "sdpa"  # fused kernel, written-out softmax, or FlexAttention
 
 
 class OperatorConfig(Section):

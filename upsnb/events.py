@@ -117,11 +117,11 @@ class Heartbeat:
 
     def __init__(self, folder: Path, rank: int):
         self._fd = os.open(Path(folder) / f"heartbeat.rank{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
-        self._beats, self._first, self._last = 0, -1, -1
+        self._pid, self._beats, self._first, self._last = os.getpid(), 0, -1, -1
         self._write(-1, "waiting")
 
     def _write(self, step: int, state: str) -> None:
-        numbers = f"step={step:<12d} beats={self._beats:<12d} first={self._first:<12d}"
+        numbers = f"pid={self._pid:<8d} step={step:<12d} beats={self._beats:<12d} first={self._first:<12d}"
         os.pwrite(self._fd, f"{numbers} time={time.time():<18.6f} state={state:<8}\n".encode(), 0)
 
     @property
@@ -143,12 +143,12 @@ class Heartbeat:
 
 
 def read_heartbeats(folder: Path) -> dict[int, dict]:
-    """Last sign of life by rank: `step, beats, first` (step of the first beat), `time` and `state`."""
+    """Last sign of life by rank: `pid, step, beats, first` (step of the first beat), `time` and `state`."""
     beats = {}
     for path in sorted(Path(folder).glob("heartbeat.rank*")):
         with contextlib.suppress(OSError, ValueError):  # a rank that is just creating its file
             entry = dict(part.split("=", 1) for part in path.read_text().split())
-            numbers = {key: int(entry[key]) for key in ("step", "beats", "first")}
+            numbers = {key: int(entry[key]) for key in ("pid", "step", "beats", "first")}
             beats[int(path.name.removeprefix("heartbeat.rank"))] = {
                 **numbers,
                 "time": float(entry["time"]),

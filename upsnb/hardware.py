@@ -68,6 +68,8 @@ def check_runnable(config: RunConfig, hardware: Hardware) -> None:
         problems.append(
             "training.compile_mode: reduce-overhead records CUDA graphs and this run is on the CPU -> set it to default"
         )
+    if config.operator.pdet.attention == "flex":
+        problems.append("operator.pdet.attention: flex is not in this version -> set it to sdpa or math")
     problems += [f"{path}: {sentence}" for path, sentence in _NOT_YET.items() if _is_on(config, path)]
     if problems:
         raise ConfigError(problems, "the configuration for this machine")

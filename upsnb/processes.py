@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 MARK = "UPSNB_SUPERVISOR"  # environment variable of every process of a run: the identity of its supervisor
+SEGMENT = "UPSNB_SEGMENT"  # environment variable of the ranks: how often they were launched before
 
 
 def process_identity(pid: int) -> str | None:

@@ -31,6 +31,7 @@ RESERVE = ".reserve"  # given up when the disk is full, so that the end can stil
 RESERVE_BYTES = 1 << 20
 ALIVE = ("starting", "running", "stopping")
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
+STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
 SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's name in the manifest
 
 
@@ -181,7 +182,9 @@ def _release(folder: Path, config: RunConfig) -> list[dict]:
         raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
     segments = read_manifest(folder)["segments"]
     shutil.copy(folder / CONFIG, folder / f"config.segment{max(len(segments) - 1, 0)}.yaml")
-    write_control(folder, {})  # a stop or a flip asked of the old segment is not asked of the next
+    if (folder / CONTROL).exists():  # a stop or a flip asked of the old segment is not asked of the next
+        revision = read_control(folder).revision + 1
+        write_json(folder / CONTROL, {"format": FORMAT, "revision": revision, "overlay": {}})
     return segments
 
 
@@ -216,11 +219,12 @@ def write_control(folder: Path | str, overlay: dict | None, command: str | None 
 
     Args:
         overlay: the whole desired difference from config.yaml, dotted keys; None leaves it as it is.
-        command: rides along with this revision only.
+        command: rides along with this revision only; "stop" stays.
     """
     folder = Path(folder)
     with _locked(folder):  # two panels that click at once must not write the same revision
         old = read_control(folder)
+        command = command or (STOP if old.command == STOP else None)  # a click just after it must not undo a stop
         new = Control(old.revision + 1, dict(old.overlay if overlay is None else overlay), command)
         value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay}
         write_json(folder / CONTROL, {**value, "command": command} if command else value)
@@ -331,7 +335,7 @@ class Run:
 
 
 def log_tail(folder: Path, num_lines: int, from_byte: int = 0) -> str:
-    """Last lines of worker.log, looking no further back than `from_byte`."""
+    """Last lines of worker.log, of those after `from_byte`."""
     try:
         with open(folder / LOG, "rb") as file:
             file.seek(max(from_byte, os.fstat(file.fileno()).st_size - (1 << 16)))

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from upsnb import config as configs
 from upsnb import overlays, runs
-from upsnb.processes import MARK, is_alive, kill_marked
+from upsnb.processes import MARK, SEGMENT, is_alive, kill_marked
 
-SEGMENT = "UPSNB_SEGMENT"  # environment: how often the workers of this run were launched before
 WATCH_INTERVAL_S = 1.0
 
 

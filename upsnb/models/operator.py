@@ -20,7 +20,7 @@ class Operator(nn.Module):
         nn.init.zeros_(self.modulation.bias)
         rates = [config.drop_path * i / max(config.depth - 1, 1) for i in range(config.depth)]
         self.blocks = nn.ModuleList(
-            Block(dim, config.num_heads, config.mlp_ratio, config.qk_norm, rate) for rate in rates
+            Block(dim, config.num_heads, config.mlp_ratio, config.qk_norm, rate, config.attention) for rate in rates
         )
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, latent_dim)
