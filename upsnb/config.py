@@ -102,9 +102,7 @@ class DataConfig(Section):
             output_frames=4,
             augment=True,
         ),
-        "darcy": DatasetConfig(
-            family="darcy2d", generate=GenerateConfig(num_samples=256, resolution=64), augment=True
-        ),
+        "darcy": DatasetConfig(family="darcy2d", generate=GenerateConfig(num_samples=256, resolution=64), augment=True),
     }
     split: SplitConfig = SplitConfig()
     residency: Literal["auto", "device", "workers"] = "auto"  # on the device, or read from HDF5 by workers
@@ -326,7 +324,7 @@ def contradictions(config: RunConfig) -> list[str]:
     for term, acting in {**dict.fromkeys(TIME_TERMS, ("advection1d",)), **PHYSICS_TERMS}.items():
         require(
             getattr(training, f"lambda_{term}") == 0 or bool(families & set(acting)),
-            f"training.lambda_{term}: acts on {', '.join(acting)} only, and no dataset is of that family -> set it to 0",
+            f"training.lambda_{term}: acts on {', '.join(acting)} only, and no dataset is one -> set it to 0",
         )
     for setting in ("loss_warmup_steps", "loss_frequency"):
         for term in getattr(training, setting):
@@ -351,10 +349,12 @@ def contradictions(config: RunConfig) -> list[str]:
             "darcy2d" in families,
             "evaluation.symmetry_average: averages over the square's symmetries, and no dataset is a square problem",
         )
+    require(config.stages.operator.epochs > 0, "stages.operator.epochs: is 0 -> this stage trains the model, give it 1")
     active = any(getattr(training, f"lambda_{term}") > 0 for term in LOSS_TERMS)
     require(active, "training: every loss weight is 0 -> give at least one lambda_* a positive weight")
     require(
-        training.inverse_loss_frequency == 1 or any(getattr(training, f"lambda_{t}") > 0 for t in INVERSE_TERMS)
+        training.inverse_loss_frequency == 1
+        or any(getattr(training, f"lambda_{t}") > 0 for t in INVERSE_TERMS)
         or not training.loss_frequency.keys() & set(INVERSE_TERMS),
         "training.loss_frequency: inverse terms follow training.inverse_loss_frequency -> set that one only",
     )

@@ -1,4 +1,7 @@
-"""How good the model is: PDEBench's metrics over a whole split, one call and rollout, beside a baseline."""
+"""How good the model is: PDEBench's metrics over a whole split, one call and rollout, beside a baseline.
+
+Always in float32: a metric must not depend on how fast the training step was made.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,6 @@ def evaluate(
     split: str,
     config: EvaluationConfig,
     ranks: Ranks,
-    amp_dtype: torch.dtype | None = None,
 ) -> dict[str, dict]:
     """Metrics of every dataset on one split; all ranks enter, each takes a share of the samples.
 
@@ -46,9 +48,7 @@ def evaluate(
         static_mean = _training_mean(dataset) if not dataset.spec.time_dependent else None
         for start in range(0, len(share), config.samples_per_call):
             chosen = share[start : start + config.samples_per_call]
-            for kind, forecast, truth, index in _forecasts(
-                model, dataset, chosen, config, ranks.device, amp_dtype, static_mean
-            ):
+            for kind, forecast, truth, index in _forecasts(model, dataset, chosen, config, ranks.device, static_mean):
                 parts[kind].append(metrics.sample_statistics(forecast, truth, sample_index=index))
         gathered = parallel.all_gather_objects(ranks, parts)
         merged = {kind: [p for rank in gathered for p in rank[kind]] for kind in parts}
@@ -57,27 +57,27 @@ def evaluate(
     return results
 
 
-def _forecasts(model, dataset, chosen, config, device, amp_dtype, static_mean) -> Iterator[tuple]:
+def _forecasts(model, dataset, chosen, config, device, static_mean) -> Iterator[tuple]:
     """(kind, forecast, truth, sample index) of some samples, in physical units on the CPU."""
     spec = dataset.spec
     inputs, targets, parameters = read_samples(dataset, chosen, device)
     index = torch.from_numpy(chosen)
     if not spec.time_dependent:
-        forecast = predict(model, dataset, inputs, parameters, amp_dtype, config.symmetry_average)
+        forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
         yield "model", forecast.cpu(), targets.cpu(), index
         yield "baseline", static_mean.expand_as(targets), targets.cpu(), index
         return
     # one call from every start that leaves no gap and no overlap between forecasts, joined along time
     starts = range(0, inputs.shape[1] - spec.input_frames - spec.output_frames + 1, spec.output_frames)
     windows = [inputs[:, first : first + spec.input_frames] for first in starts]
-    forecast = torch.cat([predict(model, dataset, window, parameters, amp_dtype) for window in windows], dim=1)
+    forecast = torch.cat([predict(model, dataset, window, parameters) for window in windows], dim=1)
     persisted = torch.cat([metrics.persistence(window, spec.output_frames) for window in windows], dim=1)
     truth = inputs[:, spec.input_frames :][:, : forecast.shape[1]]
     yield "model", forecast.cpu(), truth.cpu(), index
     yield "baseline", persisted.cpu(), truth.cpu(), index
     if config.rollout:
         given, truth = inputs[:, : dataset.given_frames], inputs[:, dataset.given_frames :]
-        forecast = roll_out(model, dataset, given, parameters, truth.shape[1], amp_dtype)
+        forecast = roll_out(model, dataset, given, parameters, truth.shape[1])
         yield "rollout", forecast.cpu(), truth.cpu(), index
         yield "rollout_baseline", metrics.persistence(given, truth.shape[1]).cpu(), truth.cpu(), index
 
@@ -89,24 +89,21 @@ def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor,
     return tuple(torch.as_tensor(x).to(device) for x in (inputs, targets, parameters))
 
 
-def predict(model: UPS, dataset: Dataset, inputs, parameters, amp_dtype=None, symmetry_average=False) -> Tensor:
+def predict(model: UPS, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
     """One call, physical units; on request averaged over the eight symmetries of a square problem."""
     name, dt = dataset.name, dataset.dt
-    with torch.autocast(inputs.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        if not (symmetry_average and dataset.family.name == "darcy2d"):
-            return model(name, inputs, parameters, dt).float()
-        total = 0
-        for element in range(8):
-            elements = np.full(len(inputs), element)
-            image = model(name, transform_square(inputs, elements), parameters, dt)
-            total = total + invert_square(image.float(), elements)
-        return total / 8
+    if not (symmetry_average and dataset.family.name == "darcy2d"):
+        return model(name, inputs, parameters, dt)
+    total = 0
+    for element in range(8):
+        elements = np.full(len(inputs), element)
+        total = total + invert_square(model(name, transform_square(inputs, elements), parameters, dt), elements)
+    return total / 8
 
 
-def roll_out(model: UPS, dataset: Dataset, given, parameters, num_frames: int, amp_dtype=None) -> Tensor:
+def roll_out(model: UPS, dataset: Dataset, given, parameters, num_frames: int) -> Tensor:
     """Self-fed forecast of `num_frames` frames, physical units."""
-    with torch.autocast(given.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames).float()
+    return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames)
 
 
 def _training_mean(dataset: Dataset) -> Tensor:
@@ -154,8 +151,12 @@ def _quartiles(statistics: dict[str, Tensor]) -> list[list[float]]:
 
 @torch.no_grad()
 def save_examples(
-    path: Path, model: UPS, datasets: dict[str, Dataset], results: dict[str, dict], config: EvaluationConfig,
-    device: torch.device, amp_dtype: torch.dtype | None = None,
+    path: Path,
+    model: UPS,
+    datasets: dict[str, Dataset],
+    results: dict[str, dict],
+    config: EvaluationConfig,
+    device: torch.device,
 ) -> None:
     """Forecast and truth of the best, the median and the worst samples of each dataset, as one .npz file."""
     model.eval()
@@ -169,10 +170,10 @@ def save_examples(
         inputs, targets, parameters = read_samples(dataset, samples, device)
         if dataset.spec.time_dependent:
             given = inputs[:, : dataset.given_frames]
-            forecast = roll_out(model, dataset, given, parameters, inputs.shape[1] - given.shape[1], amp_dtype)
+            forecast = roll_out(model, dataset, given, parameters, inputs.shape[1] - given.shape[1])
             inputs, targets = given, inputs[:, dataset.given_frames :]
         else:
-            forecast = predict(model, dataset, inputs, parameters, amp_dtype, config.symmetry_average)
+            forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
         arrays |= {
             f"{name}/inputs": inputs.cpu().numpy(),
             f"{name}/truth": targets.cpu().numpy(),

@@ -31,9 +31,7 @@ def detect() -> Hardware:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return Hardware(
-            "cuda", torch.cuda.device_count(), properties.name, properties.total_memory / 2**30, cores
-        )
+        return Hardware("cuda", torch.cuda.device_count(), properties.name, properties.total_memory / 2**30, cores)
     return Hardware("cpu", 1, _processor_name(), _host_memory_gib(), cores)
 
 

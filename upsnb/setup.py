@@ -10,10 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from upsnb import optimizers, parallel
+from upsnb import checkpoint, optimizers, parallel
+from upsnb import config as configs
 from upsnb.config import INVERSE_TERMS, RunConfig
 from upsnb.data.batches import Batch, Loader
 from upsnb.data.datasets import Dataset, ensure_generated, open_dataset
+from upsnb.data.spec import DatasetSpec
+from upsnb.errors import RunError
 from upsnb.losses import LossModule, active_terms
 from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
@@ -190,3 +193,25 @@ def set_compile(model: UPS, mode: str) -> None:
     """
     for module in (*model.operator.blocks, *model.encoders.values(), *model.decoders.values()):
         module.compile(mode=None if mode == "default" else mode, dynamic=False)
+
+
+def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:
+    """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
+
+    Args:
+        which: "latest" or "best" checkpoint.
+    Raises:
+        RunError: the folder has no whole checkpoint.
+    """
+    state = checkpoint.load(Path(folder), which, device)
+    if state is None:
+        raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
+    config = configs.parse(state["config"], f"the checkpoint in {folder}")
+    specs = {name: DatasetSpec(**values) for name, values in state["specs"].items()}
+    model = UPS(config.latent, config.operator, specs, needs_inverse_heads(config)).to(device)
+    model.load_state_dict(state["setup"]["model"])
+    if state["setup"]["ema"] is not None:
+        ema = optimizers.Ema(model, decay=0.0)
+        ema.load_state_dict(state["setup"]["ema"])
+        ema.swap()
+    return model.eval()

@@ -19,7 +19,7 @@ from upsnb.events import without_nonfinite
 from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
 from upsnb.runs import EventWriter, Heartbeat
-from upsnb.setup import Setup, amp_dtype
+from upsnb.setup import Setup
 
 WARMUP_STEPS = 5  # never counted as steady: caches, allocator and clocks settle
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
@@ -205,7 +205,7 @@ class Loop:
                 "step",
                 step,
                 epoch=epoch,
-                time_s=round(time_s, 4),
+                time_s=round(self.position.elapsed_s + time_s, 4),
                 step_time_ms=round(step_ms, 3),
                 samples_per_s=round(self.samples_per_step / step_ms * 1e3, 3),
                 data_wait_ms=round(wait_ms, 3),
@@ -257,9 +257,8 @@ class Loop:
         setup = self.setup
         if setup.ema is not None:
             setup.ema.swap()
-        results = evaluation.evaluate(
-            setup.model, setup.datasets, split, self.config.evaluation, self.ranks, amp_dtype(self.config)
-        )
+        with torch.compiler.set_stance("force_eager"):  # other batch sizes would compile anew, for one call each
+            results = evaluation.evaluate(setup.model, setup.datasets, split, self.config.evaluation, self.ranks)
         if setup.ema is not None:
             setup.ema.swap()
         return results
@@ -304,15 +303,9 @@ class Loop:
         if self.ranks.rank == 0:
             if setup.ema is not None:
                 setup.ema.swap()
-            evaluation.save_examples(
-                self.folder / EXAMPLES,
-                setup.model,
-                setup.datasets,
-                results,
-                config.evaluation,
-                self.ranks.device,
-                amp_dtype(config),
-            )
+            path, device = self.folder / EXAMPLES, self.ranks.device
+            with torch.compiler.set_stance("force_eager"):
+                evaluation.save_examples(path, setup.model, setup.datasets, results, config.evaluation, device)
             split = config.evaluation.split
             summary = {
                 "format": evaluation.FORMAT,

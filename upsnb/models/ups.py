@@ -47,7 +47,7 @@ class UPS(nn.Module):
         self.decoders = nn.ModuleDict(
             {n: build_decoder(operator, s, dim, s.output_frames * s.output_channels) for n, s in specs.items()}
         )
-        # The inverse losses and the latent rollout read fields, not changes of fields, out of a latent: a head of its own.
+        # Inverse losses and latent rollout read fields, not changes of fields, out of a latent: a head of its own.
         self.inverse_decoders = nn.ModuleDict(
             {n: build_decoder(operator, s, dim, s.input_frames * s.input_channels) for n, s in specs.items()}
             if inverse
@@ -176,4 +176,3 @@ class UPS(nn.Module):
 def count_parameters(module: nn.Module) -> int:
     """Trained parameters."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
-

@@ -1,0 +1,154 @@
+"""Accuracy for a fixed budget of wall time: the project's own recipe over seeds, and its variants side by side.
+
+    python benchmarks/accuracy.py --data FOLDER_OF_PDEBENCH_FILES                 # 2 tasks x 3 seeds x 5 minutes
+    python benchmarks/accuracy.py --data FOLDER --variants --minutes 1 --seeds 0  # the structure's variants
+
+Each run is a run folder of its own, trained through the same launcher as everything else. Results go to
+outputs/reference/accuracy/<name>.json, one row a run, with hardware and versions; `--readme` prints them as a table.
+The last 10 % of each file's samples are never trained on, nor selected on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from upsnb import evaluation, hardware, launch, metrics, overlays, runs
+from upsnb.data.families import open_source
+from upsnb.setup import load_model
+
+TASKS = {"darcy": "params/darcy_5min.yaml", "advection": "params/advection_5min.yaml"}
+DOUBLE = "2D_DarcyFlow_beta1.0_res128.hdf5"
+VARIANTS = {
+    "darcy": {
+        "default: patch tokens, local basis": {},
+        "decoder: unpatchify": {"operator.decoder": "unpatchify"},
+        "decoder: cross-attention": {"operator.decoder": "cross_attention"},
+        "encoder: perceiver": {"operator.encoder": "perceiver", "operator.decoder": "cross_attention"},
+        "with inverse encoding loss": {"training.lambda_inv_enc": 0.1},
+        "AdamW alone": {"optimizer.name": "adamw"},
+        "without augmentation": {"data.datasets.darcy.augment": False},
+    },
+    "advection": {
+        "default: patch tokens, local basis, 4 frames a call": {},
+        "decoder: unpatchify": {"operator.decoder": "unpatchify"},
+        "decoder: cross-attention": {"operator.decoder": "cross_attention"},
+        "encoder: perceiver": {"operator.encoder": "perceiver", "operator.decoder": "cross_attention"},
+        "1 frame a call": {"data.datasets.advection.output_frames": 1},
+        "rollout: latent, inverse losses": {
+            "operator.rollout": "latent",
+            "training.lambda_forward": 0.1,
+            "training.lambda_inv_enc": 0.5,
+            "training.lambda_inv_dec": 0.1,
+            "training.lambda_rollout": 0.5,
+        },
+        "with inverse losses, re-encoding": {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1},
+        "AdamW alone": {"optimizer.name": "adamw"},
+        "without augmentation": {"data.datasets.advection.augment": False},
+    },
+}
+
+
+def train(task: str, data: Path, seed: int, minutes: float, variant: str, overlay: dict) -> dict:
+    """One run; its errors on the untouched last 10 % and its cost."""
+    overrides = {
+        **overlay,
+        "data.root": str(data.resolve()),
+        "training.seed": seed,
+        "training.time_limit_s": 60.0 * minutes,
+        "logging.name": f"accuracy-{task}",
+    }
+    config = overlays.load(runs.project_root() / TASKS[task], overrides=overrides)
+    run = launch.start(config, attached=True)
+    run.wait()
+    (result,) = json.loads((run.folder / "evaluation.json").read_text())["datasets"].values()
+    events = run.events(("start", "step", "end"))
+    steps = [event for event in events if event["kind"] == "step"]
+    steady = [event for event in steps if event["steady"]]
+    row = {
+        "task": task,
+        "variant": variant,
+        "seed": seed,
+        "train_time_s": events[-1]["train_time_s"],
+        "parameters": events[0]["parameters"],
+        "steps": len(steps),
+        "step_time_ms": round(statistics.median(event["step_time_ms"] for event in steady), 2),
+        "data_wait_share": round(
+            sum(event["data_wait_ms"] for event in steady) / sum(event["step_time_ms"] for event in steady), 5
+        ),
+        **{key: value for key, value in result["test"].items() if isinstance(value, float)},
+    }
+    if task == "darcy":
+        row |= other_evaluations(run.folder, data)
+    return row
+
+
+@torch.no_grad()
+def other_evaluations(folder: Path, data: Path) -> dict:
+    """The trained Darcy model on fields of twice the resolution, and averaged over the square's symmetries."""
+    from upsnb import config as configs
+    from upsnb.data.datasets import open_dataset
+
+    model = load_model(folder)
+    config = configs.load(folder / "config.yaml")
+    dataset = open_dataset("darcy", config, data)
+    inputs, targets, parameters = evaluation.read_samples(dataset, dataset.splits["test"], "cpu")
+    averaged = evaluation.predict(model, dataset, inputs, parameters, symmetry_average=True)
+    values = {"symmetry_averaged": metrics.reduce(metrics.sample_statistics(averaged, targets))}
+    if (data / DOUBLE).is_file():
+        source = open_source("darcy2d", [data / DOUBLE])
+        fine, truth = (torch.from_numpy(part) for part in source.read(range(source.num_samples)))
+        forecast = evaluation.predict(model, dataset, fine, torch.from_numpy(source.parameters))
+        values["double_resolution"] = metrics.reduce(metrics.sample_statistics(forecast, truth))
+        # The same 16 samples at the training resolution: what the other resolution itself costs.
+        coarse, coarse_truth = (torch.nn.functional.avg_pool2d(x[:, 0], 2)[:, None] for x in (fine, truth))
+        forecast = evaluation.predict(model, dataset, coarse, torch.from_numpy(source.parameters))
+        values["double_resolution_averaged_down"] = metrics.reduce(metrics.sample_statistics(forecast, coarse_truth))
+    return {
+        f"{kind}_{key}": value
+        for kind, result in values.items()
+        for key, value in result.items()
+        if key in ("nrmse_mean", "nrmse_median")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the PDEBench files")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--variants", action="store_true", help="all variants of the structure instead of the default")
+    arguments = parser.parse_args()
+    name = f"{'variants' if arguments.variants else 'seeds'}-{arguments.minutes:g}min"
+    path = runs.project_root() / "outputs/reference/accuracy" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "format": 1,
+        "kind": "accuracy",
+        "date": time.strftime("%Y-%m-%d"),
+        "minutes": arguments.minutes,
+        "code_revision": runs.code_revision(),
+        "hardware": hardware.detect().as_dict(),
+        "versions": hardware.versions(),
+        "rows": [],
+    }
+    for task in arguments.tasks:
+        variants = VARIANTS[task] if arguments.variants else dict([next(iter(VARIANTS[task].items()))])
+        for variant, overlay in variants.items():
+            for seed in arguments.seeds:
+                row = train(task, arguments.data, seed, arguments.minutes, variant, overlay)
+                report["rows"].append(row)
+                runs.write_json(path, report)  # after each run: an interrupted benchmark keeps what it has
+                shown = {key: row[key] for key in row if "nrmse" in key}
+                print(f"{task} / {variant} / seed {seed}: {json.dumps(shown)}", flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
