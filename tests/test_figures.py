@@ -11,7 +11,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from upsnb import figures
+from upsnb import figure_style, figures
 
 RANDOM = np.random.default_rng(0)
 X, TIMES = (np.arange(24) + 0.5) / 24, np.linspace(0, 2, 7)
@@ -33,6 +33,13 @@ def with_nan(values):
 
 
 CASES = {
+    "samples 1d": lambda: figures.dataset_samples(
+        {"u [-]": np.stack([TRUTH, 0 * TRUTH, with_nan(TRUTH)])}, extent=(0, 1, 0, 2), x_label="x [-]", y_label="t [-]"
+    ),
+    "samples 2d": lambda: figures.dataset_samples(
+        {"nu [-]": [FIELD, FIELD], "pressure [-]": [-FIELD, 9 * FIELD]},
+        extent=(0, 1, 0, 1), x_label="x [-]", y_label="y [-]", square=True,
+    ),
     "1d": lambda: figures.prediction_truth_error_1d(X, TRUTH, 0.9 * TRUTH, TIMES, title="one"),
     "1d constant": lambda: figures.prediction_truth_error_1d(X, 0 * TRUTH, 0 * TRUTH, TIMES),
     "1d gaps": lambda: figures.prediction_truth_error_1d(X, TRUTH, with_nan(TRUTH), TIMES),
@@ -129,7 +136,7 @@ def test_every_curve_has_a_name(case):
     figure = draw(case)
     for ax in figure.axes:
         named = {line.get_color() for line in ax.lines if not line.get_label().startswith("_")}
-        assert {line.get_color() for line in ax.lines} <= named | set(figures.PALETTE)
+        assert {line.get_color() for line in ax.lines} <= named | set(figure_style.PALETTE)
         legend = {text.get_text() for text in ax.get_legend().get_texts()}
         assert {line.get_label() for line in ax.lines if not line.get_label().startswith("_")} <= legend
 
@@ -159,19 +166,19 @@ def test_samples_that_are_not_finite_stay_in_the_distribution():
 
 
 def test_a_blown_up_sample_counts_as_the_worst_of_the_band():
-    band = figures._middle_half([[1.0], [2.0], [3.0], [np.nan], [np.inf]])
+    band = figure_style.middle_half([[1.0], [2.0], [3.0], [np.nan], [np.inf]])
     assert band[0, 0] == 2.0 and np.isnan(band[1, 0])
 
 
 def test_running_median_follows_and_ignores_spikes():
     values = np.ones(200)
     values[100] = 1e6
-    assert figures._running_median(values).tolist() == [1.0] * 200
-    assert figures._running_median(np.array([3.0])).tolist() == [3.0]
+    assert figure_style.running_median(values).tolist() == [1.0] * 200
+    assert figure_style.running_median(np.array([3.0])).tolist() == [3.0]
 
 
 def test_many_curves_never_look_alike():
-    looks = figures._looks([f"run {i}" for i in range(18)] + ["truth", "persistence"])
+    looks = figure_style.looks([f"run {i}" for i in range(18)] + ["truth", "persistence"])
     assert len({(look["color"], look["linestyle"]) for look in looks.values() if "linestyle" in look}) == 19
 
 
@@ -185,8 +192,8 @@ def test_the_callers_settings_are_left_alone():
 
 
 def test_saved_file_is_a_png_at_150_dpi_and_the_same_every_time(tmp_path):
-    first = figures.save(CASES["throughput"](), tmp_path / "new" / "figures", "throughput")
-    second = figures.save(CASES["throughput"](), tmp_path, "again")
+    first = figure_style.save(CASES["throughput"](), tmp_path / "new" / "figures", "throughput")
+    second = figure_style.save(CASES["throughput"](), tmp_path, "again")
     assert first == tmp_path / "new" / "figures" / "throughput.png"
     assert first.read_bytes() == second.read_bytes()
     width = int.from_bytes(first.read_bytes()[16:20], "big")
@@ -201,8 +208,8 @@ def test_notebooks_can_show_a_figure_without_pyplot():
 
 def test_pyplot_and_torch_are_never_imported(tmp_path):
     code = (
-        "import sys; from upsnb import figures\n"
-        f"figures.save(figures.spectra([0, 1, 2], {{'truth': [1, 1, 1]}}), {str(tmp_path)!r}, 'a')\n"
+        "import sys; from upsnb import figure_style, figures\n"
+        f"figure_style.save(figures.spectra([0, 1, 2], {{'truth': [1, 1, 1]}}), {str(tmp_path)!r}, 'a')\n"
         "assert not {'matplotlib.pyplot', 'torch'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

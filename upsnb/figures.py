@@ -1,62 +1,39 @@
 """Still figures of a run: NumPy arrays in, a matplotlib Figure out, nothing shown and no global state touched.
 
-Figures are built on `matplotlib.figure.Figure` directly. pyplot would keep every figure alive until closed and pick a
-GUI backend; a worker without a display needs neither. Colours are Okabe and Ito's, which survive colour blindness;
-the truth is always black and the forecast to beat always dashed, whatever else is drawn.
-Every quantity is labelled `name [unit]`; a dimensionless one has the unit `-`.
+What figures have in common stands in `figure_style`.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import wraps
-from io import BytesIO
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-BLACK, GREY, GAP = "#000000", "#6F6F6F", "#DDDDDD"  # GAP: where a field has no finite value
-ROLES = {  # curves that look the same in every figure
-    "truth": {"color": BLACK, "linewidth": 2.0},
-    "persistence": {"color": GREY, "linestyle": "--"},
-    "training mean": {"color": GREY, "linestyle": "--"},
-}
-FIELD_COLOURS, ERROR_COLOURS, INPUT_COLOURS = "viridis", "RdBu_r", "cividis"
-STYLE = {
-    "figure.dpi": 110,
-    "font.size": 9.0,
-    "axes.titlesize": 9.5,
-    "xtick.labelsize": 8.0,
-    "ytick.labelsize": 8.0,
-    "legend.fontsize": 8.0,
-    "figure.titlesize": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E3E3E3",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "axes.formatter.useoffset": False,
-    "axes.formatter.limits": (-3, 4),
-    "axes.formatter.use_mathtext": True,
-}
-
-
-class StillFigure(Figure):
-    """A Figure that Jupyter draws without pyplot: IPython knows bare Figures only after pyplot was imported."""
-
-    def _repr_png_(self) -> bytes:
-        buffer = BytesIO()
-        with matplotlib.rc_context(STYLE):
-            self.savefig(buffer, format="png", dpi=self.dpi)
-        return buffer.getvalue()
+from upsnb.figure_style import (
+    BLACK,
+    BLUE,
+    ERROR_COLOURS,
+    FIELD_COLOURS,
+    GAP,
+    GREEN,
+    GREY,
+    INPUT_COLOURS,
+    VERMILLION,
+    draw_image,
+    edges,
+    empty_figure,
+    label,
+    legend,
+    looks,
+    middle_half,
+    positive,
+    running_median,
+    styled,
+    symmetric_range,
+    value_range,
+)
 
 
 class FieldSample(NamedTuple):
@@ -69,25 +46,35 @@ class FieldSample(NamedTuple):
     nrmse: float
 
 
-def save(figure: Figure, folder: str | Path, name: str) -> Path:
-    """Write `folder/name.png` at 150 dpi and return its path."""
-    path = Path(folder) / f"{name}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
-        # No version stamp: the same data gives the same bytes.
-        figure.savefig(path, dpi=150, metadata={"Software": None})
-    return path
+@styled
+def dataset_samples(
+    rows: Mapping[str, ArrayLike],
+    *,
+    extent: Sequence[float],
+    x_label: str,
+    y_label: str,
+    square: bool = False,
+    title: str = "",
+) -> Figure:
+    """Samples of a dataset side by side, one row a quantity; a row shares one colour range, so sizes compare.
 
-
-def styled(draw):
-    """Run a figure function under STYLE, leaving the caller's rcParams as they were."""
-
-    @wraps(draw)
-    def drawn(*args, **kwargs) -> Figure:
-        with matplotlib.rc_context(STYLE):
-            return draw(*args, **kwargs)
-
-    return drawn
+    Args:
+        rows: quantity with its unit -> (n, ny, nx), the same n in every row; the last row is what is predicted.
+        extent: left, right, bottom, top of an image.
+        square: draw x and y at one scale.
+    """
+    height = 1.75 if square else 2.1
+    figure = empty_figure(7.2, height * len(rows) + 0.5, title)
+    num_samples = len(next(iter(rows.values())))
+    grid = figure.subplots(len(rows), num_samples, squeeze=False, sharex=True, sharey=True)
+    for number, (row, quantity) in enumerate(zip(grid, rows, strict=True)):
+        norm, colours = value_range(rows[quantity]), FIELD_COLOURS if number == len(rows) - 1 else INPUT_COLOURS
+        for ax, values in zip(row, rows[quantity], strict=True):
+            draw_image(ax, values, extent, colours, norm, quantity if ax is row[-1] else "")
+            ax.set(xlabel=x_label, ylabel=y_label, aspect="equal" if square else "auto")
+            ax.locator_params(nbins=3)
+            ax.label_outer()
+    return figure
 
 
 @styled
@@ -114,12 +101,12 @@ def prediction_truth_error_1d(
     """
     x, times, truth, prediction = (np.asarray(a, dtype=float) for a in (x, times, truth, prediction))
     error = prediction - truth
-    norm, extent = _range(truth), _edges(x) + _edges(times)
-    figure = _figure(7.2, 5.2, title)
+    norm, extent = value_range(truth), edges(x) + edges(times)
+    figure = empty_figure(7.2, 5.2, title)
     axes = figure.subplot_mosaic([["truth", "prediction", "error"], ["cuts"] * 3], height_ratios=[1, 1.05])
-    _image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
-    _image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
-    _image(axes["error"], error, extent, ERROR_COLOURS, _symmetric(error), label("error", unit))
+    draw_image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
+    draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
+    draw_image(axes["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error", unit))
     for name in ("truth", "prediction", "error"):
         axes[name].set(title=name, xlabel=label(x_name, x_unit), ylabel=label("time t", time_unit))
         if name != "truth":
@@ -137,7 +124,7 @@ def prediction_truth_error_1d(
     cuts.plot([], [], color=BLACK, **thin, label="prediction (fine)")
     cuts.set(xlabel=label(x_name, x_unit), ylabel=label(quantity, unit), xlim=extent[:2])
     _keep_in_view(cuts, truth)
-    _legend(cuts, 5)
+    legend(cuts, 5)
     return figure
 
 
@@ -160,21 +147,21 @@ def prediction_truth_error_2d(
         extent: x_min, x_max, y_min, y_max of the domain.
     """
     given = [np.ravel(sample.inputs) for sample in samples if sample.inputs is not None]
-    input_norm = _range(np.concatenate(given)) if given else None
+    input_norm = value_range(np.concatenate(given)) if given else None
     columns = ["input"] * bool(given) + ["truth", "prediction", "error"]
-    figure = _figure(8.2 if given else 6.2, 1.5 * len(samples) + 0.7, title)
+    figure = empty_figure(8.2 if given else 6.2, 1.5 * len(samples) + 0.7, title)
     figure.get_layout_engine().set(w_pad=0.07, wspace=0.05)
     grid = figure.subplots(len(samples), len(columns), squeeze=False, sharex=True, sharey=True)
     for sample, row in zip(samples, grid, strict=True):
         ax = dict(zip(columns, row, strict=True))
-        norm, error = _range(sample.truth), np.asarray(sample.prediction, dtype=float) - sample.truth
+        norm, error = value_range(sample.truth), np.asarray(sample.prediction, dtype=float) - sample.truth
         if sample.inputs is not None:
-            _image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, label(input_quantity, input_unit))
+            draw_image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, label(input_quantity, input_unit))
         elif given:
             ax["input"].text(0.5, 0.5, "no input", ha="center", va="center", transform=ax["input"].transAxes)
-        _image(ax["truth"], sample.truth, extent, FIELD_COLOURS, norm)
-        _image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
-        _image(ax["error"], error, extent, ERROR_COLOURS, _symmetric(error), label("error", unit))
+        draw_image(ax["truth"], sample.truth, extent, FIELD_COLOURS, norm)
+        draw_image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
+        draw_image(ax["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error", unit))
         for axis in row:
             axis.set(xlabel=label("x", space_unit), ylabel=label("y", space_unit), aspect="equal")
             axis.locator_params(nbins=3)
@@ -205,16 +192,16 @@ def rollout_error(
         samples: name -> (B, T) nRMSE of each sample; shades the middle half of them behind the curve.
         given_until: time of the last given frame; everything up to it is marked as input.
     """
-    figure = _figure(4.8, 3.1, title)
+    figure = empty_figure(4.8, 3.1, title)
     ax = figure.subplots()
     times = np.asarray(times, dtype=float)
-    for name, look in _looks(curves).items():
+    for name, look in looks(curves).items():
         spread = (samples or {}).get(name)
         if spread is not None:
-            low, high = _middle_half(spread)
+            low, high = middle_half(spread)
             ax.fill_between(times, low, high, color=look["color"], alpha=0.18, linewidth=0)
         mark = {"marker": "o", "markersize": 3.5} if len(times) <= 30 else {}
-        ax.plot(times, _positive(curves[name]), **look, **mark, label=name)
+        ax.plot(times, positive(curves[name]), **look, **mark, label=name)
     if samples:
         ax.fill_between([], [], [], color=GREY, alpha=0.25, linewidth=0, label="middle half of samples")
     if given_until is not None:
@@ -222,7 +209,7 @@ def rollout_error(
         ax.axvspan(start, given_until, color=GAP, alpha=0.6, linewidth=0, label="given frames")
         ax.set_xlim(left=start)
     ax.set(xlabel=label("time t", time_unit), ylabel=label("nRMSE"), yscale="log")
-    _legend(ax)
+    legend(ax)
     return figure
 
 
@@ -236,15 +223,15 @@ def spectra(
         wavenumber: (K,) cycles per domain length.
         curves: name -> (K,) energy, e.g. truth, prediction, error; see `metrics.energy_spectrum`.
     """
-    figure = _figure(4.8, 3.3, title)
+    figure = empty_figure(4.8, 3.3, title)
     ax = figure.subplots()
     wavenumber = np.asarray(wavenumber, dtype=float)
-    for name, look in _looks(curves).items():
-        ax.plot(wavenumber[wavenumber > 0], _positive(curves[name])[wavenumber > 0], **look, label=name)
+    for name, look in looks(curves).items():
+        ax.plot(wavenumber[wavenumber > 0], positive(curves[name])[wavenumber > 0], **look, label=name)
     squared = "-" if unit == "-" else f"({unit})²"
     ax.set(xscale="log", yscale="log", xlabel=label("wavenumber k", "cycles per domain"))
     ax.set_ylabel(label(f"energy of {quantity}", squared))
-    _legend(ax)
+    legend(ax)
     return figure
 
 
@@ -265,23 +252,23 @@ def loss_terms(
         terms: name -> (n,) values; NaN where a term was not computed at that step.
         validation: data set -> (progress, nRMSE).
     """
-    figure = _figure(7.2 if validation else 4.8, 3.1, title)
+    figure = empty_figure(7.2 if validation else 4.8, 3.1, title)
     panels = np.atleast_1d(figure.subplots(1, 2 if validation else 1))
     progress = np.asarray(progress, dtype=float)
-    for name, look in _looks(terms).items():
-        values = _positive(terms[name])
+    for name, look in looks(terms).items():
+        values = positive(terms[name])
         known = np.isfinite(values)
         mark = {"marker": "o", "markersize": 3.5} if known.sum() == 1 else {}
         panels[0].plot(progress[known], values[known], **(look | {"linewidth": 0.7}), alpha=0.3)
-        panels[0].plot(progress[known], _running_median(values[known]), **look, **mark, label=name)
+        panels[0].plot(progress[known], running_median(values[known]), **look, **mark, label=name)
     panels[0].set(yscale="log", ylabel=label("loss"))
-    for name, look in _looks(validation or {}).items():
+    for name, look in looks(validation or {}).items():
         where, values = validation[name]
-        panels[1].plot(where, _positive(values), **look, marker="o", markersize=3.5, label=name)
+        panels[1].plot(where, positive(values), **look, marker="o", markersize=3.5, label=name)
         panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
     for ax in panels:
         ax.set_xlabel(label(progress_name, progress_unit))
-        _legend(ax)
+        legend(ax)
     return figure
 
 
@@ -302,7 +289,7 @@ def throughput(
         steady: (n,) bool, the steps that the median is of.
         median, ci95: samples per second and its bootstrap 95 % interval.
     """
-    figure = _figure(4.8, 3.1, title)
+    figure = empty_figure(4.8, 3.1, title)
     ax = figure.subplots()
     time_s, rate, steady = np.asarray(time_s, float), np.asarray(samples_per_s, float), np.asarray(steady, bool)
     if not steady.all():
@@ -316,7 +303,7 @@ def throughput(
         ax.axhline(median, color=VERMILLION, linewidth=1.0, label=f"median {median:.4g} samples/s")
     ax.set(xlabel=label("time since start", "s"), ylabel=label("throughput", "samples/s"))
     ax.set_ylim(0, 1.08 * np.max(rate[np.isfinite(rate)], initial=0.0) or 1.0)
-    _legend(ax)
+    legend(ax)
     return figure
 
 
@@ -336,9 +323,9 @@ def error_distribution(
         nrmse: data set -> (B,) nRMSE of each sample.
         baselines: data set -> mean nRMSE of `baseline_name`, see `metrics.baseline_name`.
     """
-    figure = _figure(4.8, 3.3, title)
+    figure = empty_figure(4.8, 3.3, title)
     ax = figure.subplots()
-    for name, look in _looks(nrmse).items():
+    for name, look in looks(nrmse).items():
         values = np.ravel(np.asarray(nrmse[name], dtype=float))
         finite = np.sort(values[np.isfinite(values)])
         share = np.arange(1, len(finite) + 1) / max(len(values), 1)
@@ -351,112 +338,12 @@ def error_distribution(
     if baselines:
         ax.plot([], [], color=GREY, linestyle="--", linewidth=1.2, label=f"{baseline_name}, mean of each data set")
     ax.set(xscale="log", xlabel=label("nRMSE of a sample"), ylabel=label("share of samples"), ylim=(0, 1.02))
-    _legend(ax)
+    legend(ax)
     return figure
-
-
-def label(quantity: str, unit: str = "-") -> str:
-    """Axis text `quantity [unit]`."""
-    return f"{quantity} [{unit}]"
-
-
-def _figure(width: float, height: float, title: str) -> Figure:
-    """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page."""
-    figure = StillFigure(figsize=(width, height), layout="constrained")
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def _legend(ax: Axes, columns: int | None = None) -> None:
-    """Name the curves above the axes, where no data can be hidden, in as many columns as fit."""
-    names = ax.get_legend_handles_labels()[1]
-    if not names:
-        return
-    if columns is None:
-        spec = ax.get_subplotspec()
-        width = 0.85 * ax.figure.get_figwidth() * len(spec.colspan) / spec.get_gridspec().ncols
-        # About 0.055 inch a letter at 8 points. Too wide a legend would squeeze the axes, which layout counts as less.
-        columns = min(max(int(width / (0.5 + 0.055 * max(map(len, names)))), 1), 4)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns, columnspacing=1.2)
-
-
-def _edges(centres: np.ndarray) -> tuple[float, float]:
-    """Outer edges of evenly spaced cells; a lone cell is one wide."""
-    half = (centres[-1] - centres[0]) / (len(centres) - 1) / 2 if len(centres) > 1 else 0.5
-    return float(centres[0] - half), float(centres[-1] + half)
-
-
-def _image(
-    ax: Axes, values: ArrayLike, extent: Sequence[float], colours: str, norm: Normalize, bar_label: str = ""
-) -> None:
-    """Draw (rows, columns), first row at the bottom and gaps grey, with a colour bar if it has a label."""
-    ax.grid(False)
-    values = np.asarray(values, dtype=float)
-    colours = matplotlib.colormaps[colours].with_extremes(bad=GAP)
-    image = ax.imshow(values, origin="lower", aspect="auto", extent=tuple(extent), cmap=colours, norm=norm)
-    if bar_label:
-        # Inside the axes' own box: bars as separate axes would not follow an image of fixed aspect.
-        bar = ax.figure.colorbar(image, cax=ax.inset_axes([1.05, 0, 0.06, 1]), extend=_extend(values, norm))
-        bar.set_label(bar_label)
-        bar.ax.locator_params(nbins=5)
-
-
-def _range(values: ArrayLike) -> Normalize:
-    """Colour range of the finite values, never empty."""
-    finite = np.asarray(values, dtype=float)[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # constant: give it the middle of a range of its own size
-        pad = abs(low) or 1.0
-        low, high = low - pad, high + pad
-    return Normalize(low, high)
-
-
-def _symmetric(error: np.ndarray) -> Normalize:
-    largest = float(np.max(np.abs(error[np.isfinite(error)]), initial=0.0)) or 1.0
-    return Normalize(-largest, largest)
-
-
-def _extend(values: ArrayLike, norm: Normalize) -> str:
-    """Which ends of the colour bar need an arrow, beyond 1 % of its range."""
-    finite = np.asarray(values, dtype=float)[np.isfinite(values)]
-    slack = 0.01 * (norm.vmax - norm.vmin)
-    below, above = bool((finite < norm.vmin - slack).any()), bool((finite > norm.vmax + slack).any())
-    return {(True, True): "both", (True, False): "min", (False, True): "max"}.get((below, above), "neither")
 
 
 def _keep_in_view(ax: Axes, truth: np.ndarray) -> None:
     """Keep a diverging forecast from flattening the truth: no more than the truth's own span beyond it."""
-    norm, (bottom, top) = _range(truth), ax.get_ylim()
+    norm, (bottom, top) = value_range(truth), ax.get_ylim()
     span = norm.vmax - norm.vmin
     ax.set_ylim(max(bottom, norm.vmin - span), min(top, norm.vmax + span))
-
-
-def _looks(names: Sequence[str] | Mapping[str, ArrayLike]) -> dict[str, dict]:
-    """Line style of each curve: its role's, else the next colour; past the last colour the dashes change."""
-    free = [name for name in names if name not in ROLES]
-    dashes = ("-", "-.", ":")
-    looks = {
-        name: {"color": PALETTE[i % len(PALETTE)], "linestyle": dashes[i // len(PALETTE) % len(dashes)]}
-        for i, name in enumerate(free)
-    }
-    return {name: ROLES.get(name) or looks[name] for name in names}
-
-
-def _positive(values: ArrayLike) -> np.ndarray:
-    """As floats, with NaN where a logarithm has no place for the value."""
-    values = np.asarray(values, dtype=float)
-    return np.where(np.isfinite(values) & (values > 0), values, np.nan)
-
-
-def _middle_half(nrmse: ArrayLike) -> np.ndarray:
-    """Quartiles over samples, (2, T); a sample that is not finite counts as the worst, not as absent."""
-    nrmse = np.asarray(nrmse, dtype=float)
-    worst = np.where(np.isfinite(nrmse), nrmse, np.inf)
-    return _positive(np.quantile(worst, [0.25, 0.75], axis=0, method="nearest"))
-
-
-def _running_median(values: np.ndarray) -> np.ndarray:
-    """Median over a centred window of about a twentieth of the curve, shorter at its ends."""
-    half = len(values) // 40
-    return np.array([np.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))])

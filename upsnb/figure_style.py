@@ -1,0 +1,179 @@
+"""How every figure looks: palette, style sheet, and the helpers that figure functions share; no global state touched.
+
+Figures are built on `matplotlib.figure.Figure` directly. pyplot would keep every figure alive until closed and pick a
+GUI backend; a worker without a display needs neither. Colours are Okabe and Ito's, which survive colour blindness;
+the truth is always black and the forecast to beat always dashed, whatever else is drawn.
+Every quantity is labelled `name [unit]`; a dimensionless one has the unit `-`.
+"""
+
+from collections.abc import Collection, Sequence
+from functools import wraps
+from io import BytesIO
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+BLACK, GREY, GAP = "#000000", "#6F6F6F", "#DDDDDD"  # GAP: where a field has no finite value
+ROLES = {  # curves that look the same in every figure
+    "truth": {"color": BLACK, "linewidth": 2.0},
+    "persistence": {"color": GREY, "linestyle": "--"},
+    "training mean": {"color": GREY, "linestyle": "--"},
+}
+FIELD_COLOURS, ERROR_COLOURS, INPUT_COLOURS = "viridis", "RdBu_r", "cividis"
+STYLE = {
+    "figure.dpi": 110,
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0,
+    "legend.fontsize": 8.0,
+    "figure.titlesize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "axes.formatter.useoffset": False,
+    "axes.formatter.limits": (-3, 4),
+    "axes.formatter.use_mathtext": True,
+}
+
+
+class StillFigure(Figure):
+    """A Figure that Jupyter draws without pyplot: IPython knows bare Figures only after pyplot was imported."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        with matplotlib.rc_context(STYLE):
+            self.savefig(buffer, format="png", dpi=self.dpi)
+        return buffer.getvalue()
+
+
+def save(figure: Figure, folder: str | Path, name: str) -> Path:
+    """Write `folder/name.png` at 150 dpi and return its path."""
+    path = Path(folder) / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        # No version stamp: the same data gives the same bytes.
+        figure.savefig(path, dpi=150, metadata={"Software": None})
+    return path
+
+
+def styled(draw):
+    """Run a figure function under STYLE, leaving the caller's rcParams as they were."""
+
+    @wraps(draw)
+    def drawn(*args, **kwargs) -> Figure:
+        with matplotlib.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def label(quantity: str, unit: str = "-") -> str:
+    """Axis text `quantity [unit]`."""
+    return f"{quantity} [{unit}]"
+
+
+def empty_figure(width: float, height: float, title: str) -> Figure:
+    """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page."""
+    figure = StillFigure(figsize=(width, height), layout="constrained")
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def legend(ax: Axes, columns: int | None = None) -> None:
+    """Name the curves above the axes, where no data can be hidden, in as many columns as fit."""
+    names = ax.get_legend_handles_labels()[1]
+    if not names:
+        return
+    if columns is None:
+        spec = ax.get_subplotspec()
+        width = 0.85 * ax.figure.get_figwidth() * len(spec.colspan) / spec.get_gridspec().ncols
+        # About 0.055 inch a letter at 8 points. Too wide a legend would squeeze the axes, which layout counts as less.
+        columns = min(max(int(width / (0.5 + 0.055 * max(map(len, names)))), 1), 4)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns, columnspacing=1.2)
+
+
+def edges(centres: np.ndarray) -> tuple[float, float]:
+    """Outer edges of evenly spaced cells; a lone cell is one wide."""
+    half = (centres[-1] - centres[0]) / (len(centres) - 1) / 2 if len(centres) > 1 else 0.5
+    return float(centres[0] - half), float(centres[-1] + half)
+
+
+def draw_image(
+    ax: Axes, values: ArrayLike, extent: Sequence[float], colours: str, norm: Normalize, bar_label: str = ""
+) -> None:
+    """Draw (rows, columns), first row at the bottom and gaps grey, with a colour bar if it has a label."""
+    ax.grid(False)
+    values = np.asarray(values, dtype=float)
+    colours = matplotlib.colormaps[colours].with_extremes(bad=GAP)
+    image = ax.imshow(values, origin="lower", aspect="auto", extent=tuple(extent), cmap=colours, norm=norm)
+    if bar_label:
+        # Inside the axes' own box: bars as separate axes would not follow an image of fixed aspect.
+        bar = ax.figure.colorbar(image, cax=ax.inset_axes([1.05, 0, 0.06, 1]), extend=_extend(values, norm))
+        bar.set_label(bar_label)
+        bar.ax.locator_params(nbins=5)
+
+
+def value_range(values: ArrayLike) -> Normalize:
+    """Colour range of the finite values, never empty."""
+    finite = np.asarray(values, dtype=float)[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # constant: give it the middle of a range of its own size
+        pad = abs(low) or 1.0
+        low, high = low - pad, high + pad
+    return Normalize(low, high)
+
+
+def symmetric_range(error: np.ndarray) -> Normalize:
+    largest = float(np.max(np.abs(error[np.isfinite(error)]), initial=0.0)) or 1.0
+    return Normalize(-largest, largest)
+
+
+def _extend(values: ArrayLike, norm: Normalize) -> str:
+    """Which ends of the colour bar need an arrow, beyond 1 % of its range."""
+    finite = np.asarray(values, dtype=float)[np.isfinite(values)]
+    slack = 0.01 * (norm.vmax - norm.vmin)
+    below, above = bool((finite < norm.vmin - slack).any()), bool((finite > norm.vmax + slack).any())
+    return {(True, True): "both", (True, False): "min", (False, True): "max"}.get((below, above), "neither")
+
+
+def looks(names: Collection[str]) -> dict[str, dict]:
+    """Line style of each curve: its role's, else the next colour; past the last colour the dashes change."""
+    free = [name for name in names if name not in ROLES]
+    dashes = ("-", "-.", ":")
+    coloured = {
+        name: {"color": PALETTE[i % len(PALETTE)], "linestyle": dashes[i // len(PALETTE) % len(dashes)]}
+        for i, name in enumerate(free)
+    }
+    return {name: ROLES.get(name) or coloured[name] for name in names}
+
+
+def positive(values: ArrayLike) -> np.ndarray:
+    """As floats, with NaN where a logarithm has no place for the value."""
+    values = np.asarray(values, dtype=float)
+    return np.where(np.isfinite(values) & (values > 0), values, np.nan)
+
+
+def middle_half(nrmse: ArrayLike) -> np.ndarray:
+    """Quartiles over samples, (2, T); a sample that is not finite counts as the worst, not as absent."""
+    nrmse = np.asarray(nrmse, dtype=float)
+    worst = np.where(np.isfinite(nrmse), nrmse, np.inf)
+    return positive(np.quantile(worst, [0.25, 0.75], axis=0, method="nearest"))
+
+
+def running_median(values: np.ndarray) -> np.ndarray:
+    """Median over a centred window of about a twentieth of the curve, shorter at its ends."""
+    half = len(values) // 40
+    return np.array([np.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))])
