@@ -38,10 +38,11 @@ SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's 
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, value) -> None:
+def write_json(path: Path, value, last_words: bool = False) -> None:
     """Replace a JSON file in one step: a reader sees the old content or the new, never half of it.
 
-    On a full disk the folder's reserve file is given up and the write tried once more.
+    Args:
+        last_words: on a full disk give up the folder's reserve and try once more; only for how a run ended.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
@@ -56,7 +57,7 @@ def write_json(path: Path, value) -> None:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == 2:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == 2 or not last_words:
                 raise
             (path.parent / RESERVE).unlink(missing_ok=True)
 
@@ -90,12 +91,12 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def update_manifest(folder: Path, **changes) -> dict:
+def update_manifest(folder: Path, last_words: bool = False, **changes) -> dict:
     """Change top-level entries of the manifest; safe beside other writers."""
     folder = Path(folder)
     with _locked(folder):
         manifest = {**read_manifest(folder), **changes}
-        write_json(folder / MANIFEST, manifest)
+        write_json(folder / MANIFEST, manifest, last_words)
     return manifest
 
 
@@ -224,7 +225,7 @@ def write_control(folder: Path | str, overlay: dict | None, command: str | None 
     folder = Path(folder)
     with _locked(folder):  # two panels that click at once must not write the same revision
         old = read_control(folder)
-        command = command or (STOP if old.command == STOP else None)  # a click just after it must not undo a stop
+        command = STOP if old.command == STOP else command  # a click just after it must not undo a stop
         new = Control(old.revision + 1, dict(old.overlay if overlay is None else overlay), command)
         value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay}
         write_json(folder / CONTROL, {**value, "command": command} if command else value)

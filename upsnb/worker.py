@@ -84,7 +84,7 @@ def _record_failure(folder: Path, error: BaseException, heartbeat: runs.Heartbea
         "disk_full": is_disk_full(error, folder),
     }
     try:
-        runs.write_json(folder / f"failure.rank{rank}.json", failure)
+        runs.write_json(folder / f"failure.rank{rank}.json", failure, last_words=True)
     except OSError as second:
         failure["traceback"] += f"\nand the failure file could not be written: {second}\n"
     with contextlib.suppress(OSError, ValueError):  # the log may be on the full disk, or its reader gone
