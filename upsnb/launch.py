@@ -1,0 +1,55 @@
+"""Starting a run: check, make its folder, hand it to a supervisor, return."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from upsnb import hardware, runs
+from upsnb.config import RunConfig
+
+INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
+_supervisors: list[subprocess.Popen] = []  # a pipe closes with its object, and a rebound variable must not end training
+
+
+def start(
+    config: RunConfig,
+    folder: Path | str | None = None,
+    attached: bool | None = None,
+    worker: Path | str | None = None,
+) -> runs.Run:
+    """Start a run in processes of its own and return at once.
+
+    Args:
+        folder: where the run lives; empty: a new folder below `logging.root`.
+        attached: the run ends when this process does; empty: only outside interactive notebooks.
+        worker: script that torchrun starts instead of `upsnb.worker`.
+    Raises:
+        ConfigError: this machine cannot run the config; nothing was started or written.
+        RunError: the folder holds a run that is alive, or one that the config does not continue.
+    """
+    hardware.check_runnable(config, hardware.detect())
+    folder = runs.create(config, folder)
+    if attached is None:
+        attached = not any(name in os.environ for name in INTERACTIVE)
+    command = [sys.executable, "-m", "upsnb.supervisor", str(folder)]
+    command += ["--attached"] if attached else []
+    command += ["--worker", str(Path(worker).absolute())] if worker else []
+    package_home = str(Path(__file__).resolve().parent.parent)
+    with open(folder / runs.LOG, "ab") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=runs.project_root(),  # data and outputs are relative to it, wherever the notebook stands
+            stdin=subprocess.PIPE if attached else subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package_home))),
+            },
+            start_new_session=True,  # an interrupt of the kernel is no interrupt of the run
+        )
+    _supervisors[:] = [other for other in _supervisors if other.poll() is None] + [process]
+    return runs.Run(folder, process)

@@ -1,0 +1,264 @@
+"""Watches over one run: starts torchrun, relaunches after a crash, and makes the manifest end honest.
+
+`python -m upsnb.supervisor <folder> [--attached] [--worker PATH]`; the exit code is 0 only for a finished run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from upsnb import runs, verdict
+from upsnb.processes import MARK, SEGMENT, kill_marked, marked, process_identity
+from upsnb.verdict import Verdict
+
+POLL_S = 0.1
+TORCHRUN_LOGS = ".torchrun"  # per-rank output that torchrun copies, with the rank's name, to worker.log
+STACKS_S = 1.0  # time for hung ranks to write down where they stand
+
+
+class Supervisor:
+    """One run, from its first launch to its last status."""
+
+    def __init__(self, folder: Path, worker: Path | None = None):
+        self.folder, self.worker = folder, worker
+        self.config = runs.Run(folder).config
+        self.identity = process_identity(os.getpid())
+        self.parent_gone = threading.Event()
+        self.terminations = 0  # SIGTERM and SIGINT so far
+        self.status = "starting"
+
+    # -- from outside --------------------------------------------------------------------------------------------
+
+    def listen(self, attached: bool) -> None:
+        """React to signals, and to the end of the process that started an attached run."""
+
+        def count(*_) -> None:
+            self.terminations += 1
+
+        signal.signal(signal.SIGTERM, count)
+        signal.signal(signal.SIGINT, count)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal does not end a run
+        if attached:
+            threading.Thread(target=self._read_until_closed, daemon=True).start()
+
+    def _read_until_closed(self) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        self.parent_gone.set()
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Supervise to the end; returns the exit code."""
+        runs.update_manifest(self.folder, supervisor=self.identity)
+        try:
+            end = self._launch_until_done()
+        except BaseException as error:
+            end = Verdict("failed", f"the supervisor itself raised {type(error).__name__}: {error}")
+            raise
+        finally:
+            kill_marked(self.identity)
+            shutil.rmtree(self.folder / TORCHRUN_LOGS, ignore_errors=True)
+            self._close_segment(end)
+        return 0 if end.status == "finished" else 1
+
+    def _launch_until_done(self) -> Verdict:
+        restarts = 0
+        while True:
+            end = self._segment(restarts)
+            may_continue = end.crashed and not self._stop_asked() and verdict.has_checkpoint(self.folder)
+            if not may_continue or restarts >= self.config.training.max_restarts:
+                return end
+            restarts += 1
+            self._close_segment(end, status="starting")
+
+    def _segment(self, restarts: int) -> Verdict:
+        """Launch the workers once and watch them until none is left."""
+        log_start = self._open_segment(restarts)
+        watch = StallWatch(self.config.training.num_gpus, self.config.training.stall_timeout_s)
+        with open(self.folder / runs.LOG, "ab") as log:
+            torchrun = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environment()},
+                start_new_session=True,  # a SIGTERM for the supervisor's group must leave the workers time to save
+            )
+        stop_deadline = None
+        while torchrun.poll() is None:
+            time.sleep(POLL_S)
+            beats = runs.read_heartbeats(self.folder)
+            if self.status == "starting" and any(beat["beats"] for beat in beats.values()):
+                self._say("running")
+            if self.terminations and not self._stop_asked():
+                runs.write_control(self.folder, None, runs.STOP)
+            if self.status != "stopping" and self._stop_asked():
+                self._say("stopping")
+                stop_deadline = stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
+            forced = self._reason_to_kill(watch, beats, stop_deadline)
+            if forced:
+                self._kill(torchrun, beats)
+                return Verdict("failed", forced, exit_code=torchrun.wait())
+        kill_marked(self.identity)  # loaders and threads of ranks that died without a word
+        return verdict.judge(self.folder, torchrun.returncode, log_start)
+
+    def _reason_to_kill(self, watch: StallWatch, beats: dict[int, dict], stop_deadline: float | None) -> str | None:
+        if self.parent_gone.is_set():
+            return "the process that started this run is gone, and an attached run ends with it"
+        if self.terminations > 1:
+            return "it was told to end at once by a second signal"
+        if stop_deadline is not None and time.monotonic() > stop_deadline:
+            waited = self.config.training.stall_timeout_s
+            return f"it was asked to stop and its workers had not ended {waited:g} s later"
+        stalled = watch.stalled(beats, time.monotonic())
+        if stalled:
+            self._ask_for_stacks(beats)
+        return stalled
+
+    def _stop_asked(self) -> bool:
+        return runs.read_control(self.folder).command == runs.STOP
+
+    def _ask_for_stacks(self, beats: dict[int, dict]) -> None:
+        """Let every rank write its stacks to the log; only ranks, because the signal would end torchrun."""
+        alive = set(marked(self.identity))
+        for beat in beats.values():
+            if beat["pid"] in alive:
+                os.kill(beat["pid"], signal.SIGUSR1)
+        time.sleep(STACKS_S)
+
+    def _kill(self, torchrun: subprocess.Popen, beats: dict[int, dict]) -> None:
+        torchrun.kill()
+        for _ in range(2):  # twice: one may have been starting another
+            kill_marked(self.identity)
+        if not Path("/proc").is_dir():  # macOS shows no environments; heartbeats name the ranks of this segment
+            for beat in beats.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat["pid"], signal.SIGKILL)
+
+    # -- launch --------------------------------------------------------------------------------------------------
+
+    def _command(self) -> list[str]:
+        target = ["-m", "upsnb.worker"] if self.worker is None else [str(self.worker)]
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self.config.training.num_gpus)),
+            *("--tee", "3", "--redirects", "0", "--log-dir", str(self.folder / TORCHRUN_LOGS)),
+            *target,
+            str(self.folder),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            MARK: self.identity,
+            SEGMENT: str(len(runs.read_manifest(self.folder)["segments"]) - 1),
+            "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
+            # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+
+    # -- manifest ------------------------------------------------------------------------------------------------
+
+    def _say(self, status: str) -> None:
+        """Note a status on the way; on a full disk later or never, because the reserve is for the last one."""
+        with contextlib.suppress(OSError):
+            runs.update_manifest(self.folder, status=status)
+            self.status = status
+
+    def _open_segment(self, restarts: int) -> int:
+        """Begin a segment in manifest and events; returns where its output will begin in worker.log."""
+        steps = [beat["step"] for beat in runs.read_heartbeats(self.folder).values() if beat["beats"]]
+        for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
+            for path in self.folder.glob(pattern):
+                path.unlink()
+        runs.fill_reserve(self.folder)
+        segments = runs.read_manifest(self.folder)["segments"]
+        segment = {"number": len(segments), "started": time.time(), "restarts": restarts, "step": max(steps, default=0)}
+        events = runs.EventWriter(self.folder)  # rank 0 is not there yet, so this process may write its file
+        events.write("segment", segment["step"], number=segment["number"], num_ranks=self.config.training.num_gpus)
+        events.close()
+        self.status = "starting"
+        runs.update_manifest(self.folder, status=self.status, segments=[*segments, segment])
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / runs.LOG).stat().st_size
+        return 0
+
+    def _close_segment(self, end: Verdict, status: str | None = None) -> None:
+        segments = runs.read_manifest(self.folder)["segments"]
+        outcome = {"ended": time.time(), "status": end.status, "exit_code": end.exit_code, "cause": end.cause}
+        if segments and "ended" not in segments[-1]:
+            segments[-1] |= {**outcome, "failures": verdict.read_failures(self.folder)}
+        runs.update_manifest(
+            self.folder,
+            last_words=True,
+            status=status or end.status,
+            cause=None if status else end.cause,
+            end_reason=end.reason,
+            segments=segments,
+        )
+
+
+class StallWatch:
+    """Tells a hung rank by heartbeats that stand still, on this process's own clock.
+
+    Not by the time inside a heartbeat: a suspended laptop wakes with a clock hours ahead and must not lose its run.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float):
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        self.startup_s = max(timeout_s, runs.STARTUP_ALLOWANCE_S)
+        started = time.monotonic()
+        self.seen: dict[int, tuple] = dict.fromkeys(range(num_ranks), (None, started))
+
+    def stalled(self, beats: dict[int, dict], now: float) -> str | None:
+        """Which ranks hang and since which step, in one sentence; None while all go on."""
+        hung = []
+        done = [rank for rank, beat in beats.items() if beat["state"] == "done"]
+        for rank in range(self.num_ranks):
+            beat = beats.get(rank)
+            key = beat and (beat["step"], beat["beats"], beat["state"])
+            if key != self.seen[rank][0]:
+                self.seen[rank] = (key, now)
+            stepped = beat is not None and beat["step"] > beat["first"]
+            # A rank that has ended well waits for the others, and is to exit once they have ended too.
+            waits = rank in done and len(done) < self.num_ranks
+            since = max(time for _, time in self.seen.values()) if rank in done else self.seen[rank][1]
+            if now - since > (self.timeout_s if stepped else self.startup_s) and not waits:
+                hung.append(rank)
+        if not hung:
+            return None
+        progress = {rank: (beats[rank]["step"], beats[rank]["beats"]) if rank in beats else (-1, 0) for rank in hung}
+        last = [rank for rank in hung if progress[rank] == min(progress.values())]
+        step = min(progress.values())[0]
+        where = (
+            f"at step {step}" if step >= 0 else "before its first step" if len(last) == 1 else "before their first step"
+        )
+        names = f"rank {last[0]}" if len(last) == 1 else f"ranks {', '.join(map(str, last))}"
+        silent = now - min(self.seen[rank][1] for rank in last)
+        return f"{names} hung {where}: no heartbeat for {silent:.0f} s (stacks are in {runs.LOG})"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Supervise one run folder."""
+    parser = argparse.ArgumentParser(prog="python -m upsnb.supervisor", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="run folder as runs.create made it")
+    parser.add_argument("--attached", action="store_true", help="end the run when standard input closes")
+    parser.add_argument("--worker", type=Path, help="script to run on every rank instead of upsnb.worker")
+    options = parser.parse_args(arguments)
+    supervisor = Supervisor(options.folder.absolute(), options.worker and options.worker.absolute())
+    supervisor.listen(options.attached)
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
