@@ -1,0 +1,83 @@
+"""A rank that trains nothing and misbehaves on request: `UPSNB_FAULT=<kind>:<rank>:<step>[:<segment>]`.
+
+Everything but the training loop is the real worker, so a test sees the real failure files, heartbeats and watchdog.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import types
+
+import upsnb
+
+NUM_STEPS, SAVE_EVERY = 12, 4
+
+
+def train(config, folder, ranks, events, heartbeat):
+    import torch
+    import torch.distributed as dist
+
+    from upsnb import parallel, runs
+
+    kind, rank, at, *segment = os.environ.get("UPSNB_FAULT", "none:0:0").split(":")
+    armed = int(rank) == ranks.rank and segment in ([], [os.environ.get("UPSNB_SEGMENT")])
+    num_steps = 10**6 if kind == "endless" else NUM_STEPS
+    saved = sorted((folder / "checkpoints").glob("step-*"))
+    first = int(saved[-1].name.removeprefix("step-")) if saved and config.checkpoint.resume else 0
+    reason = "epochs"
+    for step in range(first, num_steps):
+        heartbeat.beat(step)
+        if armed and step == int(at):
+            misbehave(kind, folder)
+        stop = torch.tensor([runs.read_control(folder).command == runs.STOP], dtype=torch.int64)
+        total = torch.ones(1)
+        if ranks.world_size > 1:
+            dist.all_reduce(total)
+        if ranks.rank == 0:
+            events.write("step", step + 1, loss=total.item())
+        if parallel.broadcast_control(ranks, stop).item():
+            reason = "stopped"
+            break
+        if (step + 1) % SAVE_EVERY == 0:
+            save(folder, ranks, events, step + 1)
+        time.sleep(0.02)
+    save(folder, ranks, events, step + 1)
+    if kind == "no_checkpoint":
+        for path in (folder / "checkpoints").glob("step-*"):
+            path.unlink()
+    if ranks.rank == 0 and kind != "no_end":
+        events.write("end", step + 1, reason=reason)
+
+
+def save(folder, ranks, events, step):
+    if ranks.rank == 0:
+        path = folder / "checkpoints" / f"step-{step:04d}"
+        path.write_bytes(os.urandom(20_000))
+        events.write("checkpoint", step, path=f"checkpoints/{path.name}")
+
+
+def misbehave(kind, folder):
+    if kind == "raise":
+        raise ValueError("the loss is\nnot finite")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "exit":
+        sys.exit(0)
+    if kind == "fill":  # leave no room; the next checkpoint meets the full disk
+        with contextlib.suppress(OSError), open(folder / "junk", "wb", buffering=0) as junk:
+            while True:
+                junk.write(os.urandom(4096))
+    if kind == "dev_full":  # a device that is always full, where no small disk can be mounted
+        open("/dev/full", "wb", buffering=0).write(b"state")
+
+
+if __name__ == "__main__":
+    upsnb.training = sys.modules["upsnb.training"] = types.ModuleType("upsnb.training")
+    upsnb.training.train = train
+    from upsnb import worker
+
+    worker.main(sys.argv[1])

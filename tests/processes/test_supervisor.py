@@ -1,0 +1,224 @@
+"""Every way a run can end, with real processes: the status is honest, the cause names the rank, nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from upsnb import launch, overlays, runs
+from upsnb.errors import RunError, RunFailed
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")]
+WORKER = Path(__file__).parent / "faulty_worker.py"
+STARTED = []
+
+
+def config(num_ranks, **training):
+    training = {"device": "cpu", "num_gpus": num_ranks, "threads_per_rank": 1, "stall_timeout_s": 30.0, **training}
+    return overlays.resolve({"training": training})
+
+
+def start(monkeypatch, folder, fault, num_ranks, attached=False, **training):
+    monkeypatch.setenv("UPSNB_FAULT", fault)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run = launch.start(config(num_ranks, **training), folder, attached=attached, worker=WORKER)
+    STARTED.append(run)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def end_with_the_test():
+    """A failing test must not leave a run behind: workers end with their supervisor."""
+    yield
+    while STARTED:
+        STARTED.pop()._process.kill()
+
+
+def processes_of(folder):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(folder) in command and int(path.parent.name) != os.getpid():
+            found.append(command)
+    return found
+
+
+def assert_nothing_left(folder, within_s=1.0):
+    deadline = time.monotonic() + within_s
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(folder)
+
+
+def assert_failed(run, status="failed"):
+    """The run's cause, after checking all that holds of every failure."""
+    with pytest.raises(RunFailed) as caught:
+        run.wait(timeout=50)
+    assert caught.value.status == run.status() == runs.Run.attach(run.folder).status() == status
+    assert "\n" not in run.cause() and len(run.cause()) < 600
+    assert run._process.wait(10) != 0
+    assert_nothing_left(run.folder, within_s=1.0 if status == "failed" else 4.0)
+    return run.cause()
+
+
+def wait_for_step(run, step):
+    deadline = time.monotonic() + 40
+    while not any(event["step"] >= step for event in run.events(["step"])):
+        assert run.status() in runs.ALIVE and time.monotonic() < deadline, run.log_tail()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_finished_run(monkeypatch, tmp_path, num_ranks):
+    run = start(monkeypatch, tmp_path / "run", "none:0:0", num_ranks)
+    assert run.status() == "starting"
+    seen = []
+    assert run.wait(timeout=50, on_event=seen.append) == run.status() == "finished"
+    assert run._process.wait(10) == 0 and run.cause() is None
+    assert_nothing_left(run.folder)
+    assert [event["kind"] for event in seen][:1] == ["segment"] and seen[-1]["kind"] == "end"
+    assert {event["loss"] for event in seen if event["kind"] == "step"} == {float(num_ranks)}
+    (segment,) = run.manifest["segments"]
+    assert segment["status"] == "finished" and run.manifest["end_reason"] == "epochs"
+    assert not (run.folder / ".torchrun").exists()
+
+
+def test_raising_rank_is_named_with_its_message(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "raise:1:3", 2)
+    assert assert_failed(run) == "rank 1 raised ValueError at step 3: the loss is not finite"
+    assert "[default1]:ValueError: the loss is" in run.log_tail(200)
+    assert run.manifest["segments"][0]["failures"][0]["rank"] == 1
+
+
+def test_killed_rank_is_named_though_others_fail_after_it(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "kill:1:3", 2)
+    assert assert_failed(run) == "rank 1 was killed by SIGKILL (out of memory?) at step 3"
+
+
+def test_hung_rank_is_found_and_its_stack_is_in_the_log(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "hang:1:3", 2, stall_timeout_s=2.0)
+    cause = assert_failed(run)
+    assert cause.startswith("rank") and "1 hung at step 3: no heartbeat for 2 s" in cause
+    assert "faulty_worker.py" in run.log_tail(300) and "in misbehave" in run.log_tail(300)
+
+
+def test_killed_torchrun_takes_its_ranks_with_it(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
+    wait_for_step(run, 2)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        command = path.read_bytes() if path.exists() else b""
+        if b"torch.distributed.run" in command and str(run.folder).encode() in command:
+            os.kill(int(path.parent.name), signal.SIGKILL)
+    assert assert_failed(run) == "torchrun was killed by SIGKILL"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MiB and the fault that fills it; without the right to mount one, a device that is always full."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = (
+        os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk]).returncode == 0
+    )
+    yield disk, "fill" if mounted else "dev_full"
+    if mounted:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_full_disk_is_told_apart_and_still_written_down(monkeypatch, small_disk):
+    disk, fault = small_disk
+    run = start(monkeypatch, disk / "run", f"{fault}:0:2", 1, max_restarts=3)
+    cause = assert_failed(run)
+    assert cause.startswith(f"no space left on the disk of {run.folder} (rank 0 raised OSError at step ")
+    assert len(run.manifest["segments"]) == 1, "a relaunch cannot help"
+
+
+def test_crash_is_continued_from_its_checkpoint(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "raise:0:6:0", 1, max_restarts=1)
+    assert run.wait(timeout=50) == "finished"
+    crashed, finished = run.manifest["segments"]
+    assert "ValueError at step 6" in crashed["cause"] and finished["status"] == "finished"
+    steps = [event["step"] for event in run.events(["step"])]
+    assert steps == [*range(1, 7), *range(5, 13)], "the second launch repeats what came after the checkpoint at 4"
+    assert run.manifest["cause"] is None
+    assert_nothing_left(run.folder)
+
+
+def test_relaunches_end(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "exit:0:6", 1, max_restarts=1)
+    assert assert_failed(run) == "rank 0 raised SystemExit at step 6: 0"
+    assert [segment["status"] for segment in run.manifest["segments"]] == ["failed", "failed"]
+
+
+def test_killed_supervisor_leaves_a_died_run_and_no_process(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
+    wait_for_step(run, 20)
+    assert run.status() == "running"
+    run._process.kill()
+    cause = assert_failed(run, "died")
+    assert "supervisor was killed" in cause and "exit code -9" in cause
+
+
+def test_stopped_run_finishes_and_can_be_continued(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
+    wait_for_step(run, 2)
+    with pytest.raises(RunError, match="is (starting|running)"):
+        runs.create(config(2), run.folder)
+    run.stop()
+    assert run.wait(timeout=30) == "finished" and run.manifest["end_reason"] == "stopped"
+    assert run._process.wait(10) == 0
+    assert_nothing_left(run.folder)
+    with pytest.raises(RunError, match=r"checkpoint\.resume"):
+        runs.create(config(2), run.folder)
+    runs.create(overlays.apply(config(2), {"checkpoint.resume": True}), run.folder)
+    assert runs.read_control(run.folder).command is None and len(run.manifest["segments"]) == 1
+
+
+def test_second_sigterm_ends_a_run_that_cannot_stop(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "hang:0:3", 1)
+    wait_for_step(run, 3)
+    run._process.terminate()
+    while run.status() != "stopping":
+        time.sleep(0.05)
+    run._process.terminate()
+    assert "second signal" in assert_failed(run)
+
+
+def test_sigterm_is_a_stop(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "endless:0:0", 1)
+    wait_for_step(run, 2)
+    run._process.terminate()
+    assert run.wait(timeout=30) == "finished" and run.manifest["end_reason"] == "stopped"
+    assert_nothing_left(run.folder)
+
+
+def test_attached_run_ends_with_the_process_that_started_it(monkeypatch, tmp_path):
+    folder = tmp_path / "run"
+    monkeypatch.setenv("UPSNB_FAULT", "endless:0:0")
+    settings = {"training": {"device": "cpu", "threads_per_rank": 1}}
+    code = f"""
+import time
+from upsnb import launch, overlays
+launch.start(overlays.resolve({settings!r}), {str(folder)!r}, attached=True, worker={str(WORKER)!r})
+time.sleep(600)
+"""
+    kernel = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while not (folder / runs.MANIFEST).exists():
+            time.sleep(0.1)
+        run = runs.Run.attach(folder)
+        wait_for_step(run, 2)
+    finally:
+        kernel.kill()
+        kernel.wait()
+    with pytest.raises(RunFailed, match="the process that started this run is gone"):
+        run.wait(timeout=10)
+    assert run.status() == "failed"
+    assert_nothing_left(folder)
