@@ -161,15 +161,15 @@ class UPS(nn.Module):
         spec = self.specs[name]
         x = self.normalise(name, given[:, -spec.input_frames :])
         relative_dt, frames = self.relative_dt(name, given, dt), []
-        z = self.encode(name, x)
+        z = None
         while sum(f.shape[1] for f in frames) < num_frames:
+            if z is None or not self.latent_rollout:
+                z = self.encode(name, x)
             z = self.advance(name, z, parameters, relative_dt)
             frames.append(self.reconstruct_or_decode(name, z, x).float())
             if not spec.time_dependent:
                 break
             x = torch.cat((x, frames[-1]), dim=1)[:, -spec.input_frames :]
-            if not self.latent_rollout:
-                z = self.encode(name, x)
         return self.denormalise(name, torch.cat(frames, dim=1)[:, :num_frames])
 
 

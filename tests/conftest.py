@@ -1,0 +1,133 @@
+"""A clean room around each test, and the tiny data, configs and models that tests of training share."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from upsnb import overlays
+from upsnb.config import LatentConfig, OperatorConfig, RunConfig
+from upsnb.data import datasets
+from upsnb.data.spec import DatasetSpec
+from upsnb.models.ups import UPS
+from upsnb.parallel import Ranks
+from upsnb.setup import Setup
+
+GENERATED = {
+    "advection": {"num_samples": 20, "resolution": 32, "num_times": 13, "parameter": 0.4, "seed": 0},
+    "darcy": {"num_samples": 20, "resolution": 16, "parameter": 1.0, "seed": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_room():
+    """Fixed random states and one thread inside; everything process-wide as it was found afterwards."""
+    environment, folder = dict(os.environ), Path.cwd()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    grad, deterministic = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    torch.set_num_threads(1)  # sums in one order, and no slower beside another job
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)  # noqa: NPY002
+    yield
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
+    torch.set_rng_state(states[0]), np.random.set_state(states[1]), random.setstate(states[2])  # noqa: NPY002
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory) -> Path:
+    """Folder of data that is generated once a session."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def tiny_config(data_root):
+    """`tiny_config(**{"training.batch_size": 4})`: a config of both datasets that trains in seconds, data in place.
+
+    `names` leaves out datasets.
+    """
+
+    def make(names=("advection", "darcy"), **overlay) -> RunConfig:
+        chosen = {
+            "advection": {"family": "advection1d", "input_frames": 2, "output_frames": 2},
+            "darcy": {"family": "darcy2d"},
+        }
+        base = {
+            "data.root": str(data_root),
+            "data.datasets": {name: {**chosen[name], "generate": GENERATED[name]} for name in names},
+            "latent": {"dim": 32, "tokens": 16},
+            "operator.pdet": {"hidden_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0},
+            "training": {"device": "cpu", "threads_per_rank": 1, "batch_size": 8},
+            "stages.operator.epochs": 1,
+            "checkpoint.interval": 100000,
+        }
+        config = overlays.resolve({**overlays.flatten(base), **overlays.flatten(overlay)})
+        for dataset in config.data.datasets.values():
+            datasets.ensure_generated(dataset, data_root, lambda message: None)
+        return config
+
+    return make
+
+
+@pytest.fixture
+def tiny_setup(tiny_config):
+    """`tiny_setup(**overlay)`: everything a step needs, on one rank."""
+
+    def make(names=("advection", "darcy"), **overlay) -> Setup:
+        return Setup.build(tiny_config(names, **overlay), Path(), Ranks(), lambda message: None)
+
+    return make
+
+
+def make_spec(family: str = "advection1d", **changes) -> DatasetSpec:
+    """A dataset's spec without a dataset: 32 periodic cells, or 16 x 16 closed ones, in patches of 4."""
+    common = {"input_channels": 1, "output_channels": 1, "num_parameters": 1, "tokens": 16}
+    statistics = {"input_mean": (0.3,), "input_std": (0.7,), "output_mean": (-0.2,), "output_std": (1.5,)}
+    condition = {"parameter_mean": (0.4,), "parameter_std": (1.0,)}
+    if family == "advection1d":
+        shape = {"grid_shape": (32,), "periodic": (True,), "input_frames": 2, "output_frames": 2}
+        own = {"name": "advection", "family": family, "time_dependent": True, "dt": 0.05, **shape, "tokens": 8}
+    else:
+        shape = {"grid_shape": (16, 16), "periodic": (False, False), "input_frames": 1, "output_frames": 1}
+        own = {"name": "darcy", "family": family, "time_dependent": False, "dt": 0.0, **shape}
+    return DatasetSpec(**{**common, **statistics, **condition, **own, **changes})
+
+
+def perturb(module: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
+    """Add noise to every weight: a new block is the identity and hides what it would do."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += scale * parameter.shape[-1] ** -0.5 * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+def make_model(specs, inverse: bool = False, hidden_dim: int = 32, drop_path: float = 0.0, **operator) -> UPS:
+    """A small operator with perturbed weights, in evaluation mode."""
+    pdet = {"hidden_dim": hidden_dim, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0, "drop_path": drop_path}
+    config = OperatorConfig.model_validate({"pdet": pdet, **operator})
+    torch.manual_seed(3)
+    return perturb(UPS(LatentConfig(dim=32), config, {spec.name: spec for spec in specs}, inverse)).eval()
+
+
+@pytest.fixture(name="make_spec")
+def make_spec_fixture():
+    return make_spec
+
+
+@pytest.fixture(name="make_model")
+def make_model_fixture():
+    return make_model
+
+
+@pytest.fixture(name="perturb")
+def perturb_fixture():
+    return perturb
