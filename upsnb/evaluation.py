@@ -5,7 +5,7 @@ Always in float32: a metric must not depend on how fast the training step was ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +29,12 @@ def evaluate(
     split: str,
     config: EvaluationConfig,
     ranks: Ranks,
+    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, dict]:
     """Metrics of every dataset on one split; all ranks enter, each takes a share of the samples.
 
+    Args:
+        alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
         "per_sample": {...}, "per_time": {...}}}, the same on every rank.
@@ -47,6 +50,7 @@ def evaluate(
         parts: dict[str, list] = {"model": [], "baseline": [], "rollout": [], "rollout_baseline": []}
         static_mean = _training_mean(dataset) if not dataset.spec.time_dependent else None
         for start in range(0, len(share), config.samples_per_call):
+            alive()
             chosen = share[start : start + config.samples_per_call]
             for kind, forecast, truth, index in _forecasts(model, dataset, chosen, config, ranks.device, static_mean):
                 parts[kind].append(metrics.sample_statistics(forecast, truth, sample_index=index))

@@ -141,6 +141,7 @@ class Loop:
         training, position = self.config.training, self.position
         batches = self.setup.loader.epoch(position.epoch, position.microbatch)
         for _ in range(position.microbatch // training.accum_steps, self.steps_per_epoch):
+            self._beat()  # before and after reading: a rank whose disk hangs stands one beat behind the others
             waiting = time.perf_counter()
             microbatches = [next(batches) for _ in range(training.accum_steps)]
             wait_ms = 1e3 * (time.perf_counter() - waiting)
@@ -172,12 +173,15 @@ class Loop:
             return "epochs" if self.position.step >= self.total_steps else "time"
         return None
 
+    def _beat(self) -> None:
+        self.heartbeat.beat(self.position.step)
+
     def _elapsed(self) -> float:
         return self.position.elapsed_s + time.perf_counter() - self.run_started
 
     def _step(self, batches: list, wait_ms: float) -> None:
         setup, position = self.setup, self.position
-        self.heartbeat.beat(position.step)
+        self._beat()
         factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
         rate = optimizers.set_learning_rate(setup.optimizers, factor)
         done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
@@ -258,7 +262,9 @@ class Loop:
         if setup.ema is not None:
             setup.ema.swap()
         with torch.compiler.set_stance("force_eager"):  # other batch sizes would compile anew, for one call each
-            results = evaluation.evaluate(setup.model, setup.datasets, split, self.config.evaluation, self.ranks)
+            results = evaluation.evaluate(
+                setup.model, setup.datasets, split, self.config.evaluation, self.ranks, self._beat
+            )
         if setup.ema is not None:
             setup.ema.swap()
         return results

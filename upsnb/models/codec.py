@@ -30,12 +30,16 @@ class PatchEncoder(nn.Module):
         self.spec = spec
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spec.num_dims - 1]
         self.embed = conv(spec.input_frames * spec.input_channels, dim, 2 * spec.patch, stride=spec.patch)
+        # Rotary positions are relative; where the domain has walls, a token must also know how far away they are.
+        walls = not all(spec.periodic)
+        self.position = nn.Parameter(torch.zeros(math.prod(spec.token_grid), dim)) if walls else None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         spec = self.spec
         x = resample(x_BTC.flatten(1, 2), spec.grid_shape, spec.periodic)
         x = pad(x, spec.patch // 2, spec.patch - spec.patch // 2, spec.periodic)
-        return self.embed(x).flatten(2).transpose(1, 2)
+        z = self.embed(x).flatten(2).transpose(1, 2)
+        return z if self.position is None else z + self.position
 
 
 class PerceiverEncoder(nn.Module):
