@@ -22,7 +22,7 @@ def active_terms(config: TrainingConfig, step: int, microbatch: int) -> dict[str
 
     Args:
         step: optimizer steps done, for the warm-up.
-        microbatch: microbatches done, for the frequency.
+        microbatch: microbatches of this dataset done, for the frequency.
     """
     weights = {}
     for term in LOSS_TERMS:
@@ -46,7 +46,7 @@ def relative_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def spectral_error(prediction: Tensor, target: Tensor, num_dims: int) -> Tensor:
-    """Relative error of Fourier amplitudes over space, weighted by 1 + wavenumber.
+    """Relative error of Fourier amplitudes over space, their energy weighted by 1 + wavenumber.
 
     Amplitudes only: by Parseval the full difference is the relative error again. float32 throughout.
     """
@@ -58,7 +58,9 @@ def spectral_error(prediction: Tensor, target: Tensor, num_dims: int) -> Tensor:
         last = axis == num_dims - 1
         waves = (torch.fft.rfftfreq if last else torch.fft.fftfreq)(size, d=1 / size, device=prediction.device)
         squared = squared + waves.square().view(-1, *(1,) * (num_dims - 1 - axis))
-    weight = (1 + squared.sqrt()).sqrt()
+    # rfft keeps one of each pair of conjugates along the last axis, fft both along the others: count all modes alike
+    twins = torch.where((waves == 0) | (2 * waves == sizes[-1]), 1.0, 2.0)
+    weight = (twins * (1 + squared.sqrt())).sqrt()
     return relative_error(spectra[0] * weight, spectra[1] * weight)
 
 
@@ -131,7 +133,8 @@ class LossModule(nn.Module):
             # zero pressure on the walls, in units of the pressure's spread
             mean, std = (model.constant(name, f"output_{key}").reshape(-1, 1) for key in ("mean", "std"))
             terms["boundary"] = (at_walls.float() + mean / std).square().mean()
-        total = sum(weights[term] * value for term, value in terms.items())
+        # a tensor even where no term acts on this dataset in this microbatch
+        total = sum((weights[term] * value for term, value in terms.items()), x.new_zeros(()))
         if self.touch_all:
             modules = (model.encoders, model.decoders, model.inverse_decoders, model.conditions)
             total = total + 0.0 * sum(p.sum() for module in modules for p in module.parameters())
@@ -141,10 +144,10 @@ class LossModule(nn.Module):
         """This microbatch's random query points (Q, S), the same on all ranks; None for the whole grid."""
         sampling = self.config.query_sampling
         num_points = batch.inputs[0, 0, 0].numel()
-        if sampling.num_queries is None or (sampling.num_queries >= num_points and sampling.jitter == 0):
+        count = min(sampling.num_queries or num_points, num_points)
+        if count == num_points and sampling.jitter == 0:
             return None
         draws = torch.Generator().manual_seed(batch.seed)
-        count = min(sampling.num_queries, num_points)
         chosen = torch.randperm(num_points, generator=draws)[:count]
         points = grid_points(batch.inputs.shape[3:])[chosen]
         if sampling.jitter > 0:
@@ -191,7 +194,8 @@ class LossModule(nn.Module):
             terms["latent_norm"] = sum((part.float().square().mean() - 1).square() for part in (z, advanced))
         if "latent_diversity" in weights:
             unit = nn.functional.normalize(z.float() - z.float().mean(1, keepdim=True), dim=-1)
-            similarity = unit @ unit.transpose(1, 2)
+            with torch.autocast(unit.device.type, enabled=False):
+                similarity = unit @ unit.transpose(1, 2)
             count = similarity.shape[-1]
             terms["latent_diversity"] = (similarity.square().sum((1, 2)) - count).mean() / (count * (count - 1))
         return terms
