@@ -101,7 +101,7 @@ class Setup:
 
         Args:
             step: optimizer steps done before, for loss warm-up.
-            microbatch: microbatches done before, for loss frequencies.
+            microbatch: microbatches of all datasets done before, for loss frequencies.
         Returns:
             Mean loss, mean of each term over the microbatches that computed it, and the gradient norm: tensors on the
             device, of this rank alone; reading them synchronises, so the loop reads them later.
@@ -109,7 +109,8 @@ class Setup:
         training, dtype = self.config.training, amp_dtype(self.config)
         totals, terms = [], {}
         for number, batch in enumerate(batches):
-            weights = active_terms(training, step, microbatch + number)
+            # Datasets take turns: counted over all of them, "every second" would always be the same dataset's.
+            weights = active_terms(training, step, (microbatch + number) // len(self.datasets))
             synchronise = number == len(batches) - 1
             if not synchronise and self.ranks.world_size > 1:
                 with self.loss.no_sync():  # gradients are averaged once a step, with the last microbatch
@@ -125,7 +126,8 @@ class Setup:
 
     def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int, terms: dict) -> Tensor:
         total, values = self.loss(batch, weights, dtype)
-        self.scaler.scale(total / num_microbatches).backward()
+        if total.requires_grad:  # else no term acts on this microbatch
+            self.scaler.scale(total / num_microbatches).backward()
         for term, value in values.items():
             terms.setdefault(term, []).append(value)
         return total.detach()
