@@ -42,13 +42,12 @@ ORDER = """
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
     losses metrics optimizers phases
     processes events runs parallel checkpoint
-    setup evaluation training pipeline worker verdict supervisor launch
+    setup evaluation timing training pipeline worker verdict supervisor launch
     compare memory profiling figures report panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject
     "config": "every setting of a run in one place, to be read like a table",
     "figures": "one function a figure, alike and independent",
-    "training": "one loop",
 }
 MOST_LINES, MOST_LINES_OF_LONG = 350, 500
 

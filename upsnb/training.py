@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
 from upsnb.runs import EventWriter, Heartbeat
 from upsnb.setup import Setup
+from upsnb.timing import StepClock, num_graphs, peak_memory_gib
 
-WARMUP_STEPS = 5  # never counted as steady: caches, allocator and clocks settle
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
 
 
@@ -185,11 +184,11 @@ class Loop:
         factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
         rate = optimizers.set_learning_rate(setup.optimizers, factor)
         done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
-        graphs = _num_graphs()
+        graphs = num_graphs()
         loss, terms, norm = setup.step(batches, position.step, done)
         position.step += 1
         position.microbatch += len(batches)
-        compiled = _num_graphs() - graphs
+        compiled = num_graphs() - graphs
         self.clock.step()
         if self.ranks.rank == 0:
             names = {batch.dataset for batch in batches}
@@ -251,7 +250,7 @@ class Loop:
                 val_nrmse={name: _headline(result) for name, result in results.items()},
                 best=improved,
             )
-        if improved and self.config.evaluation.checkpoint == "best":
+        if improved:
             self._save(best=True)
         self.clock.interrupt()
         patience = self.config.training.patience
@@ -333,73 +332,6 @@ class Loop:
             )
 
 
-class StepClock:
-    """Times of step ends: device events on CUDA, read when they are done, so that no step waits for its own timing."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.ends, self.interrupted = device, deque(), True
-        self.first_step: int | None = None
-        self.first_done = math.nan
-        self.unsteady_until = 0
-        self._count = 0
-
-    def _mark(self):
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        self.origin = self.previous = self._mark()
-
-    def step(self) -> None:
-        """Call at the end of each step."""
-        self.ends.append(self._mark())
-
-    def interrupt(self) -> None:
-        """Something that is no step happened: the next step starts now and is not steady."""
-        self.ends.append(("restart", self._mark()))
-        self.interrupted = True
-
-    def read(self, wait: bool) -> tuple[float, float] | None:
-        """(seconds since start, milliseconds) of the oldest finished step; None if the device is not there yet."""
-        while self.ends and isinstance(self.ends[0], tuple):
-            self.previous = self.ends.popleft()[1]
-        end = self.ends[0]
-        if self.device.type == "cuda":
-            if wait:
-                end.synchronize()
-            elif not end.query():
-                return None
-            result = self.origin.elapsed_time(end) / 1e3, self.previous.elapsed_time(end)
-        else:
-            result = end - self.origin, 1e3 * (end - self.previous)
-        self.previous = self.ends.popleft()
-        return result
-
-    def is_steady(self, step: int, compiled: int) -> bool:
-        """Whether this step measures throughput: not among the first, no compilation in it, no interruption before."""
-        if self.first_step is None:
-            self.first_step, self.first_done = step, time.perf_counter()
-        if compiled:
-            self.unsteady_until = step + 1
-        steady = step >= self.first_step + WARMUP_STEPS and step > self.unsteady_until and not self.interrupted
-        self.interrupted = False
-        return steady
-
-
 def _headline(result: dict) -> float:
     """The one number a dataset is judged by: rollout nRMSE where there is a rollout."""
     return result.get("rollout_nrmse_mean", result["nrmse_mean"])
-
-
-def _num_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Largest memory of this rank so far: allocated by CUDA, or resident in host memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
