@@ -53,6 +53,25 @@ def build(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimiz
     return optimizers
 
 
+class Together:
+    """Several optimizers as one for a GradScaler: an overflow in the gradients of any skips the step of all.
+
+    Stepped apart, clipping by a norm of NaN spreads one's bad gradients into the weights of the others.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
 def learning_rate_factor(config: SchedulerConfig, progress: float) -> float:
     """Learning rate over its peak at a stage's progress in [0, 1].
 

@@ -143,14 +143,12 @@ class Setup:
                 parameter.grad = None
 
     def _update(self, grad_clip: float | None) -> Tensor:
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
+        together = optimizers.Together(self.optimizers)
+        self.scaler.unscale_(together)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or float("inf"), foreach=True)
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+        self.scaler.step(together)
         self.scaler.update()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        together.zero_grad()
         if self.ema is not None:
             self.ema.update()
         return norm
