@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import hardware, overlays, runs
+from upsnb import hardware, overlays, report, runs
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
 
@@ -64,7 +64,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
             raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
+    (folder / report.REPORT).unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
     executed = folder / "notebook.ipynb"
     print(f"{_short(notebook)} -> {_short(executed)}", flush=True)
     cause = _execute(notebook, executed, {**parameters, "run_folder": str(folder)}) or _run_failure(folder)
@@ -223,53 +223,15 @@ def summary(folder: Path) -> str:
     """The report as text, and where notebook and figures are."""
     lines = []
     try:
-        lines += ["", *_table(json.loads((folder / "report.json").read_text())), ""]
+        reached = json.loads((folder / report.REPORT).read_text())
+        rows = report.table(reached)
+        lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), report.costs(reached), ""]
     except FileNotFoundError:
         pass  # a notebook that does not train, or one that failed before
     except ValueError as error:
-        lines.append(f"{_short(folder)}/report.json is damaged: {error}")
-    paths = [path for path in (folder / "notebook.ipynb", *sorted((folder / "figures").glob("*.png"))) if path.exists()]
-    return "\n".join([*lines, *(_short(path) for path in paths)])
-
-
-def _table(report: dict) -> list[str]:
-    """Error per dataset beside what a forecast without a model reaches, then what it cost."""
-    rows = []
-    for name, splits in report.get("datasets", {}).items():
-        for split, values in splits.items():
-            baselines = {k: v for k, v in values.items() if k.endswith("_nrmse_mean") and not k.startswith("rollout")}
-            shown = {"nRMSE": "nrmse_mean", "median": "nrmse_median", "rollout": "rollout_nrmse_mean"}
-            row = {"dataset": name, "split": split, **{title: _number(values.get(k)) for title, k in shown.items()}}
-            row["without a model"] = ", ".join(
-                f"{key.removesuffix('_nrmse_mean').replace('_', ' ')} {_number(value)}"
-                for key, value in baselines.items()
-                if value is not None
-            )
-            rows.append(row)
-    lines = []
-    if rows:
-        cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in cells]
-    speed = report.get("samples_per_s") or {}
-    low, high = speed.get("ci95") or (None, None)
-    skipped = report.get("phases_skipped") or {}
-    lines += [
-        f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
-        f"{_number(report.get('parameters'))} parameters, trained {_number(report.get('train_time_s'))} s",
-        f"{_number(speed.get('median'))} samples/s (95 % interval {_number(low)} to {_number(high)}), "
-        f"first step after {_number(report.get('time_to_first_step_s'))} s, "
-        f"peak memory {_number(report.get('peak_memory_gib'))} GiB",
-        f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
-        *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
-    ]
-    return lines
-
-
-def _number(value) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        lines.append(f"{_short(folder)}/{report.REPORT} is damaged: {error}")
+    paths = [folder / "notebook.ipynb", *sorted((folder / report.FIGURES).glob("*.png"))]
+    return "\n".join([*lines, *(_short(path) for path in paths if path.exists())])
 
 
 def _short(path: Path) -> str:

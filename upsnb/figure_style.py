@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatterMathtext
 from numpy.typing import ArrayLike
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
@@ -58,6 +59,14 @@ class StillFigure(Figure):
         return buffer.getvalue()
 
 
+class DecimalLogFormatter(LogFormatterMathtext):
+    """0.04 rather than 4 x 10^-2: on an axis of one decade the long form overlaps its neighbours."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        text = super().__call__(x, pos)
+        return f"{x:g}" if text and 0.001 <= x < 10_000 else text
+
+
 def save(figure: Figure, folder: str | Path, name: str) -> Path:
     """Write `folder/name.png` at 150 dpi and return its path."""
     path = Path(folder) / f"{name}.png"
@@ -74,7 +83,11 @@ def styled(draw):
     @wraps(draw)
     def drawn(*args, **kwargs) -> Figure:
         with matplotlib.rc_context(STYLE):
-            return draw(*args, **kwargs)
+            figure = draw(*args, **kwargs)
+            for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() == "log"):
+                axis.set_major_formatter(DecimalLogFormatter())
+                axis.set_minor_formatter(DecimalLogFormatter())
+            return figure
 
     return drawn
 

@@ -1,0 +1,98 @@
+"""A run's events as a few lines of text: readable in a notebook, a terminal and a log file alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+EVERY_S = 5.0  # between two lines at first
+SLOWER = 0.03  # of the time so far: a night of training prints a few hundred lines, not ten thousand
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)  # papermill and a pipe show a line only once it is flushed
+
+
+class Progress:
+    """Says what matters as events come: `run.wait(on_event=Progress())`.
+
+    Time is the events' own, so attaching to an older run prints the same lines, only faster.
+    """
+
+    def __init__(self, say: Callable[[str], None] = _print):
+        self._say = say
+        self._start: dict = {}
+        self._step: dict | None = None
+        self._validation = ""
+        self._shown_s = float("-inf")
+
+    def __call__(self, event: dict) -> None:
+        """Take the next event."""
+        kind = event["kind"]
+        if kind == "progress":
+            self._say(event["message"])
+        elif kind == "warning":
+            self._say(f"warning: {event['message']}")
+        elif kind == "segment" and event["number"]:
+            self._say(f"launch {event['number'] + 1}, from about step {event['step']}")
+        elif kind == "start":
+            self._start = event
+            self._say(_greeting(event))
+        elif kind == "compile":
+            self._say(f"step {event['step']}: compiled {event['graphs']} graphs, {event['duration_s']:.1f} s")
+        elif kind == "eval":
+            errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
+            self._validation = f"validation nRMSE {errors}"
+        elif kind == "step":
+            self._step = event
+            if event["time_s"] - self._shown_s >= max(EVERY_S, SLOWER * event["time_s"]):
+                self._shown_s = event["time_s"]
+                self._say(self.line(event))
+        elif kind == "end":
+            if self._step is not None:
+                self._say(self.line(self._step))
+            self._say(f"ended by {event['reason']} after {duration(event['train_time_s'])} of training")
+
+    def line(self, step: dict) -> str:
+        """One step event as text."""
+        total, left_s = self._start.get("total_steps"), self._left_s(step)
+        parts = [
+            f"step {step['step']:,}",
+            f"epoch {step['epoch'] + 1}",
+            f"loss {_number(step['loss'])}",
+            f"{_number(step['samples_per_s'])} samples/s",
+            duration(step["time_s"]),
+        ]
+        if total and left_s:
+            parts[-1] += f", {duration(left_s)} left"
+        if self._validation:
+            parts.append(self._validation)
+        return " | ".join(parts)
+
+    def _left_s(self, step: dict) -> float:
+        """Until the clock or the last epoch ends training, whichever comes first."""
+        total, limit = self._start.get("total_steps"), self._start.get("time_limit_s")
+        by_steps = step["time_s"] * (total / step["step"] - 1) if total else float("inf")
+        by_clock = limit - step["time_s"] if limit else float("inf")
+        return max(min(by_steps, by_clock), 0.0)
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `2 min 5 s`, `3 h 20 min`."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+
+
+def _greeting(start: dict) -> str:
+    pairs = ", ".join(f"{name} {found['pairs']:,}" for name, found in start["datasets"].items())
+    return (
+        f"{start['parameters']:,} parameters on {start['num_ranks']} x {start['device']}, "
+        f"{start['samples_per_step']} samples a step; training pairs: {pairs}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"

@@ -1,0 +1,250 @@
+"""What a run reached: its numbers in report.json, its table, and its figures, all from the run folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from upsnb import overlays
+from upsnb.config import RunConfig
+from upsnb.data.datasets import Dataset
+from upsnb.drawings import RunFigures, end_of_last_launch, read_evaluation
+from upsnb.events import without_nonfinite
+from upsnb.figure_style import save
+from upsnb.runs import Run, write_json
+
+FORMAT = 1
+REPORT, FIGURES = "report.json", "figures"
+SPLIT_KEYS = {"validation": "val", "test": "test"}
+WINDOW_S = 1.0  # of steady steps whose mean rate is one observation
+NUM_RESAMPLES = 2000
+COLUMNS = (
+    *("dataset", "split", "nRMSE", "median", "without a model", "gain"),
+    *("rollout", "rollout without", "rollout gain"),
+)
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+def steady_throughput(events: Iterable[dict]) -> dict:
+    """Median samples per second over windows of about a second of steady steps, with a bootstrap 95 % interval.
+
+    A window holds consecutive steady steps of one launch, and at least as many as there are datasets: single steps
+    differ by dataset and by what the clock happened to catch. A rest too short for a window is dropped.
+
+    Returns:
+        {"median", "ci95": [low, high], "num_windows"}; None where nothing can be said: no median without a window, no
+        interval from a single one.
+    """
+    events = list(events)
+    names = {name for event in events if event["kind"] == "step" for name in event.get("datasets", ())}
+    rates: list[float] = []
+    samples, seconds, count, previous = 0.0, 0.0, 0, None
+    for event in events:
+        if event["kind"] == "segment":  # a relaunch: the step after it follows on nothing
+            previous = None
+        if event["kind"] != "step":
+            continue
+        if not event["steady"] or previous is None or event["step"] != previous + 1:
+            samples, seconds, count = 0.0, 0.0, 0
+        previous = event["step"]
+        if not event["steady"]:
+            continue
+        step_s = event["step_time_ms"] / 1e3
+        samples, seconds, count = samples + event["samples_per_s"] * step_s, seconds + step_s, count + 1
+        if seconds >= WINDOW_S and count >= len(names):
+            rates.append(samples / seconds)
+            samples, seconds, count = 0.0, 0.0, 0
+    if not rates:
+        return {"median": None, "ci95": [None, None], "num_windows": 0}
+    interval = [None, None]
+    if len(rates) > 1:
+        draws = np.random.default_rng(0).choice(rates, (NUM_RESAMPLES, len(rates)))
+        interval = np.quantile(np.median(draws, axis=1), [0.025, 0.975]).tolist()
+    return {"median": float(np.median(rates)), "ci95": interval, "num_windows": len(rates)}
+
+
+def train_report(run: Run) -> dict:
+    """The report of a run that has ended, however it ended; also written to `report.json`.
+
+    What a run did not get to is null; accuracy is reported only if the latest launch evaluated to its end.
+    """
+    events, manifest, config = run.events(), run.manifest, run.config
+    last = {event["kind"]: event for event in events}
+    start, steps = last.get("start", {}), [event for event in events if event["kind"] == "step"]
+    end = end_of_last_launch(events)
+    evaluation = read_evaluation(run.folder, events)
+    steady = [step for step in steps if step["steady"]]
+    memory = end.get("peak_memory_gib") or [step["peak_memory_gib"] for step in steps[-1:]]
+    report = {
+        "format": FORMAT,
+        "kind": "train",
+        "status": run.status(),
+        "device": start.get("device"),
+        "num_ranks": start.get("num_ranks"),
+        "parameters": start.get("parameters"),
+        "samples_per_s": steady_throughput(events),
+        "time_to_first_step_s": _first(events, "first_step", "since_launch_s"),
+        "train_time_s": end.get("train_time_s"),
+        "peak_memory_gib": max(memory, default=None),
+        "phases_on": [],  # no phase exists in this version; `settings` says what was changed
+        "phases_skipped": manifest["phases_skipped"],
+        "datasets": _scalar_metrics(evaluation),
+        # what the numbers above rest on
+        "cause": run.cause(),
+        "end_reason": end.get("reason"),
+        "steps": steps[-1]["step"] if steps else 0,
+        "epochs": end.get("epochs"),
+        "split": evaluation.get("split"),
+        "weights": evaluation.get("weights"),
+        "loss": _fall([step["loss"] for step in steps]),
+        "compile_s": _total(events, "compile", "duration_s"),
+        "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
+        "memory_kind": end.get("memory_kind"),
+        "hardware": manifest["hardware"],
+        "versions": manifest["versions"],
+        "code_revision": manifest["code_revision"],
+        "seeds": manifest["seeds"],
+        "num_launches": max(len(manifest["segments"]), 1),
+        "settings": overlays.difference(RunConfig(), config),  # all that differs from the defaults
+    }
+    report = without_nonfinite(report)
+    write_json(run.folder / REPORT, report)
+    return report
+
+
+def _scalar_metrics(evaluation: dict) -> dict:
+    """{dataset: {"val" or "test": metrics}}, everything that is one number or one name."""
+    return {
+        name: {
+            SPLIT_KEYS[split]: {key: value for key, value in result.items() if not isinstance(value, (dict, list))}
+            for split, result in splits.items()
+        }
+        for name, splits in evaluation.get("datasets", {}).items()
+    }
+
+
+def _first(events: list[dict], kind: str, field: str) -> float | None:
+    return next((event.get(field) for event in events if event["kind"] == kind), None)
+
+
+def _total(events: list[dict], kind: str, field: str) -> float:
+    return round(sum(event[field] for event in events if event["kind"] == kind), 3)
+
+
+def _share(steps: list[dict], part: str, whole: str) -> float | None:
+    total = sum(step[whole] for step in steps)
+    return sum(step[part] for step in steps) / total if total else None
+
+
+def _fall(losses: list[float | None]) -> dict:
+    """Median loss over the first and the last tenth of the steps; a single step is as noisy as its batch."""
+    losses = np.array([np.nan if loss is None else loss for loss in losses], dtype=float)
+    tenth = max(1, len(losses) // 10)
+    ends = (losses[:tenth], losses[-tenth:]) if len(losses) else (None, None)
+    return {key: None if part is None else float(np.median(part)) for key, part in zip(("first", "last"), ends)}
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def table(report: dict) -> pd.DataFrame:
+    """nRMSE [-] per dataset and split, beside what a forecast without a model reaches; gain is the second by the first.
+
+    "nRMSE" and "median" are of one call, "rollout" of self-fed forecasts to the end of the trajectory.
+    """
+    rows = []
+    for name, split, values in _results(report):
+        called, key = _baseline(values)
+        nrmse, without = values.get("nrmse_mean"), values.get(key)
+        rollout, rollout_without = values.get("rollout_nrmse_mean"), values.get(f"rollout_{key}")
+        rows.append(
+            {
+                "dataset": name,
+                "split": split,
+                "nRMSE": number(nrmse),
+                "median": number(values.get("nrmse_median")),
+                "without a model": f"{called} {number(without)}".strip(),
+                "gain": number(_ratio(without, nrmse), 3),
+                "rollout": number(rollout),
+                "rollout without": number(rollout_without),
+                "rollout gain": number(_ratio(rollout_without, rollout), 3),
+            }
+        )
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def gains(report: dict) -> dict[str, float]:
+    """How many times larger the nRMSE of a forecast without a model is, by dataset; NaN if unknown."""
+    ratios = {
+        name: _ratio(values.get(_baseline(values)[1]), values.get("nrmse_mean")) for name, _, values in _results(report)
+    }
+    return {name: float("nan") if ratio is None else ratio for name, ratio in ratios.items()}
+
+
+def _results(report: dict) -> list[tuple[str, str, dict]]:
+    datasets = report.get("datasets") or {}
+    return [(name, split, values) for name, splits in datasets.items() for split, values in splits.items()]
+
+
+def _baseline(values: dict) -> tuple[str, str]:
+    """What the forecast without a model is called, and the key of its nRMSE."""
+    keys = (key for key in values if key.endswith("_nrmse_mean") and not key.startswith("rollout_"))
+    key = next(keys, "")
+    return values.get("baseline") or key.removesuffix("_nrmse_mean").replace("_", " "), key
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def costs(report: dict) -> str:
+    """What the run cost, in a few lines."""
+    speed, skipped = report.get("samples_per_s") or {}, report.get("phases_skipped") or {}
+    low, high = speed.get("ci95") or (None, None)
+    memory = f" ({report['memory_kind']})" if report.get("memory_kind") else ""
+    lines = [
+        f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
+        f"{number(report.get('parameters'))} parameters, trained {number(report.get('train_time_s'))} s"
+        + (f" for {number(report['steps'])} steps" if report.get("steps") else ""),
+        f"{number(speed.get('median'))} samples/s (95 % interval {number(low)} to {number(high)}), "
+        f"first step after {number(report.get('time_to_first_step_s'))} s, "
+        f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",
+        f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
+        *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
+    ]
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A few digits; whole numbers in full; `-` for what is not known."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:
+    """What there is to train on: grid, frames, samples by split, and the training split's statistics."""
+    rows = []
+    for name, dataset in datasets.items():
+        spec = dataset.spec
+        row = {"dataset": name, "equation": dataset.family.title, "grid": " x ".join(map(str, spec.grid_shape))}
+        row |= {"frames": len(dataset.frames), "in -> out": f"{spec.input_frames} -> {spec.output_frames}"}
+        row |= {split: len(samples) for split, samples in dataset.splits.items()}
+        row |= {"mean [-]": number(spec.output_mean[0]), "std [-]": number(spec.output_std[0])}
+        row |= {"size [MiB]": number(dataset.num_bytes / 2**20)}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def write_figures(run: Run) -> dict[str, Path]:
+    """Draw all that the run can show into `figures/`; figure name -> PNG."""
+    drawn = RunFigures.of(run)
+    drawings = drawn.all(steady_throughput(drawn.events))
+    return {name: save(draw(), run.folder / FIGURES, name) for name, draw in drawings.items()}
