@@ -61,6 +61,11 @@ class Schedule:
                 )
         self.per_dataset = max(len(pairs) // self.global_size for pairs in self.pairs.values())
         self.num_microbatches = self.per_dataset * len(self.pairs)
+        if self.num_microbatches < training.accum_steps:
+            raise DataError(
+                f"one optimizer step takes training.accum_steps {training.accum_steps} microbatches and an epoch has "
+                f"{self.num_microbatches} microbatches of {self.global_size} pairs -> lower accum_steps or batch_size"
+            )
 
     def epoch(self, epoch: int, start: int = 0) -> list[Microbatch]:
         """This rank's microbatches of an epoch from position `start` on."""
@@ -183,6 +188,7 @@ class Loader:
             prefetch_factor=training.prefetch_factor if training.num_workers else None,
             # a forked copy of a process with CUDA or OpenMP threads may hang; forkserver starts clean
             multiprocessing_context="forkserver" if training.num_workers else None,
+            generator=torch.Generator(),  # else it draws from the state that drop-path uses, and resuming differs
         )
         pin = training.pin_memory and self.device.type == "cuda"
         for batch in loader:

@@ -1,0 +1,333 @@
+"""Which pairs are trained on: all of them, once, whatever the ranks, restarts and loaders; and true symmetries only."""
+
+import dataclasses
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from upsnb.data import batches, generate
+from upsnb.data.batches import Batch, Loader, Microbatch, Schedule, augment, invert_square, transform_square
+from upsnb.data.datasets import generated_path, open_dataset
+from upsnb.errors import DataError
+
+
+@pytest.fixture
+def opened(tiny_config, data_root):
+    """`opened(**overlay)`: a tiny config and its datasets."""
+
+    def make(names=("advection", "darcy"), **overlay):
+        config = tiny_config(names, **overlay)
+        return config, {name: open_dataset(name, config, data_root) for name in config.data.datasets}
+
+    return make
+
+
+def rows(microbatches):
+    """Every pair of some microbatches as (dataset, sample, first frame)."""
+    return [(m.dataset, *map(int, pair)) for m in microbatches for pair in m.pairs]
+
+
+def same(first, second):
+    return len(first) == len(second) and all(
+        a.dataset == b.dataset and a.seed == b.seed and np.array_equal(a.pairs, b.pairs) for a, b in zip(first, second)
+    )
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_a_function_of_seed_epoch_and_rank(opened):
+    config, datasets = opened(**{"training.batch_size": 4})
+    first, again = (Schedule(datasets, config, 1, 2) for _ in range(2))
+    again.epoch(3)  # what was asked before does not matter
+    assert same(first.epoch(1), again.epoch(1))
+    assert not same(first.epoch(1), first.epoch(2))
+    assert not same(first.epoch(1), Schedule(datasets, config, 0, 2).epoch(1))
+    other, _ = opened(**{"training.batch_size": 4, "training.seed": 43})
+    assert not same(first.epoch(1), Schedule(datasets, other, 1, 2).epoch(1))
+
+
+def test_ranks_are_disjoint_and_cover_every_pair_of_the_largest_dataset(opened):
+    config, datasets = opened(**{"training.batch_size": 4})
+    schedules = [Schedule(datasets, config, rank, 4) for rank in range(4)]
+    seen = [row for schedule in schedules for row in rows(schedule.epoch(0)) if row[0] == "advection"]
+    expected = {("advection", *map(int, pair)) for pair in datasets["advection"].pairs("train")}
+    assert len(seen) == len(set(seen)) and set(seen) == expected
+
+
+def test_the_tail_that_fills_no_microbatch_is_another_one_each_epoch(opened):
+    config, datasets = opened(("advection",), **{"training.batch_size": 7})
+    schedule = Schedule(datasets, config, 0, 1)
+    expected = {("advection", *map(int, pair)) for pair in datasets["advection"].pairs("train")}
+    missed = [frozenset(expected - set(rows(schedule.epoch(epoch)))) for epoch in range(4)]
+    assert all(len(rest) == len(expected) % 7 > 0 for rest in missed) and len(set(missed)) > 1
+
+
+def test_any_number_of_ranks_makes_the_same_global_microbatches(opened):
+    unions = []
+    for num_ranks in (1, 2, 4):
+        config, datasets = opened(**{"training.batch_size": 8 // num_ranks})
+        parts = [Schedule(datasets, config, rank, num_ranks).epoch(2) for rank in range(num_ranks)]
+        unions.append([(m[0].dataset, m[0].seed, np.concatenate([p.pairs for p in m]).tolist()) for m in zip(*parts)])
+    assert unions[0] == unions[1] == unions[2]
+
+
+def test_an_epoch_resumes_in_its_middle(opened):
+    config, datasets = opened()
+    schedule = Schedule(datasets, config, 0, 1)
+    for start in (0, 1, 7, schedule.num_microbatches):
+        assert same(schedule.epoch(1)[start:], schedule.epoch(1, start))
+
+
+def test_datasets_take_equal_turns_and_the_small_one_is_reshuffled(opened):
+    config, datasets = opened()
+    schedule = Schedule(datasets, config, 0, 1)
+    epoch = schedule.epoch(0)
+    assert [m.dataset for m in epoch] == ["advection", "darcy"] * schedule.per_dataset
+    darcy = [m for m in epoch if m.dataset == "darcy"]
+    per_pass = len(datasets["darcy"].pairs("train")) // 8
+    passes = [rows(darcy[i : i + per_pass]) for i in range(0, len(darcy), per_pass)]
+    assert len(passes) > 2 and all(len(set(part)) == len(part) for part in passes)
+    assert len({tuple(part) for part in passes}) == len(passes)
+    counts = np.bincount([row[1] for row in rows(darcy)])
+    assert counts.max() - counts[counts > 0].min() <= 1
+
+
+def test_seeds_of_microbatches_differ(opened):
+    config, datasets = opened()
+    schedule = Schedule(datasets, config, 0, 1)
+    seeds = [m.seed for epoch in range(3) for m in schedule.epoch(epoch)]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_batch_size_counts_pairs_and_not_trajectories(opened):
+    config, datasets = opened(**{"training.batch_size": 6})
+    advection = datasets["advection"]
+    starts = len(advection.frames) - advection.spec.input_frames - advection.spec.output_frames + 1
+    assert len(advection.pairs("train")) == len(advection.splits["train"]) * starts > len(advection.splits["train"])
+    loader = Loader(datasets, config, 0, 1, "cpu")
+    for batch in list(loader.epoch(0))[:4]:
+        assert len(batch.inputs) == len(batch.targets) == len(batch.parameters) == 6
+
+
+def test_pairs_come_from_the_training_split_and_stay_inside_the_trajectory(opened):
+    config, datasets = opened(**{"training.lambda_rollout": 0.1})
+    schedule, advection = Schedule(datasets, config, 0, 1), datasets["advection"]
+    length = advection.spec.input_frames + 2 * advection.spec.output_frames
+    for name, sample, first in rows(schedule.epoch(0)):
+        assert sample in datasets[name].splits["train"]
+        assert name == "darcy" or first + length <= len(advection.frames)
+    for batch in list(Loader(datasets, config, 0, 1, "cpu").epoch(0))[:2]:
+        assert batch.targets.shape[1] == (1 if batch.dataset == "darcy" else 4)
+
+
+def test_too_few_pairs_for_one_microbatch_is_an_error(opened):
+    config, datasets = opened(**{"training.batch_size": 9})
+    Schedule(datasets, config, 0, 1)
+    with pytest.raises(DataError, match=r"darcy has 16 training pairs.*18 \(2 x training.batch_size 9\).*lower"):
+        Schedule(datasets, config, 0, 2)
+
+
+def test_too_few_microbatches_for_one_step_is_an_error(opened):
+    config, datasets = opened(("darcy",), **{"training.batch_size": 4, "training.accum_steps": 5})
+    with pytest.raises(DataError, match=r"training.accum_steps 5.*4 microbatches.*lower"):
+        Schedule(datasets, config, 0, 1)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def expect_equal(first: Batch, second: Batch):
+    assert first.dataset == second.dataset and first.seed == second.seed
+    for key in ("inputs", "targets", "parameters"):
+        one, other = getattr(first, key), getattr(second, key)
+        assert one.dtype == other.dtype == torch.float32 and torch.equal(one, other), key
+
+
+@pytest.mark.parametrize("num_workers", (0, 2))
+def test_workers_read_exactly_what_is_resident(opened, num_workers):
+    settings = {"training.lambda_rollout": 0.1, "data.datasets.advection.augment": True}
+    settings |= {"data.datasets.darcy.augment": True, "training.time_stride": 2, "training.batch_size": 2}
+    settings |= {
+        "data.datasets.advection.generate.num_times": 25,
+        "data.datasets.advection.input_frames": 1,
+        "data.datasets.advection.output_frames": 1,
+    }
+    found = {}
+    for residency in ("device", "workers"):
+        workers = num_workers if residency == "workers" else 0
+        config, datasets = opened(**settings, **{"data.residency": residency, "training.num_workers": workers})
+        loader = Loader(datasets, config, 0, 1, "cpu")
+        assert loader.residency == residency and (loader.reader is None) == (residency == "workers")
+        found[residency] = list(loader.epoch(0, loader.schedule.num_microbatches - 6))
+    assert len(found["device"]) == 6
+    for first, second in zip(found["device"], found["workers"]):
+        expect_equal(first, second)
+
+
+def test_reading_draws_nothing_from_the_global_random_state(opened):
+    # A loader made in the middle of an epoch would otherwise change drop-path: resuming would not be the same run.
+    config, datasets = opened(**{"data.residency": "workers"})
+    before = torch.get_rng_state()
+    next(Loader(datasets, config, 0, 1, "cpu").epoch(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_hold_the_file_s_own_values(opened):
+    config, datasets = opened(**{"training.batch_size": 3})
+    loader = Loader(datasets, config, 0, 1, "cpu")
+    for microbatch, batch in list(zip(loader.schedule.epoch(0), loader.epoch(0)))[:2]:
+        with h5py.File(datasets[batch.dataset].source.files[0]) as file:
+            for row, (sample, first) in enumerate(microbatch.pairs):
+                if batch.dataset == "darcy":
+                    wanted = file["nu"][sample], file["tensor"][sample, 0]
+                    found = batch.inputs[row, 0, 0], batch.targets[row, 0, 0]
+                else:
+                    wanted = file["tensor"][sample, first : first + 2], file["tensor"][sample, first + 2 : first + 4]
+                    found = batch.inputs[row, :, 0], batch.targets[row, :, 0]
+                assert all(np.array_equal(a, b.numpy()) for a, b in zip(wanted, found))
+
+
+def test_augmenting_a_batch_leaves_the_resident_data_as_it_is(opened):
+    config, datasets = opened(**{"data.datasets.advection.augment": True, "data.datasets.darcy.augment": True})
+    loader = Loader(datasets, config, 0, 1, "cpu")
+    before = {name: [x.clone() for x in fields] for name, fields in loader.reader.fields.items()}
+    for batch in loader.epoch(0):
+        batch.inputs.zero_(), batch.targets.zero_()
+    for name, fields in loader.reader.fields.items():
+        assert all(torch.equal(x, y) for x, y in zip(fields, before[name]))
+
+
+def test_auto_keeps_small_data_on_the_device_and_reads_large_data(opened):
+    for limit, expected in ((1.0, "device"), (1e-9, "workers")):
+        config, datasets = opened(**{"data.max_resident_gib": limit})
+        assert batches.residency(datasets, config) == expected
+
+
+# -- symmetries --------------------------------------------------------------------------------------------------------
+
+
+def augmented(family, inputs, targets, seed=3, size=None, rank=0):
+    batch = Batch("any", inputs.clone(), targets.clone(), torch.ones(len(inputs), 1), seed)
+    chosen = slice(rank * len(inputs), (rank + 1) * len(inputs))
+    augment(batch, family, Microbatch("any", np.zeros((len(inputs), 2)), seed, chosen), size or len(inputs))
+    return batch
+
+
+def test_an_augmented_wave_is_still_a_solution():
+    beta, times = 0.4, np.arange(6) * 0.05
+    waves = generate.draw_waves(0, np.arange(12))
+    x = (np.arange(64) + 0.5) / 64
+    fields = torch.from_numpy(generate.advection_solution(waves, beta, x, times)).float()[:, :, None]
+    batch = augmented("advection1d", fields[:, :2], fields[:, 2:])
+    together = torch.cat((batch.inputs, batch.targets), dim=1)
+    assert not torch.equal(together, fields)
+    shifts, signs = set(), set()
+    for image, original in zip(together, fields):  # one and the same shift and sign for all frames
+        images = [(n, s) for n in range(64) for s in (1.0, -1.0) if torch.equal(image, s * original.roll(n, -1))]
+        assert images  # a single wave has several: half a length on is the other sign
+        shifts.add(images[0][0]), signs.update(sign for _, sign in images[:1])
+    assert len(shifts) > 6 and signs == {1.0, -1.0}
+
+
+def test_an_augmented_wave_moves_as_the_equation_says():
+    waves = generate.draw_waves(1, np.arange(4))
+    x, times = (np.arange(64) + 0.5) / 64, np.arange(3) / 16  # beta 0.5: two cells a frame
+    fields = torch.from_numpy(generate.advection_solution(waves, 0.5, x, times)).float()[:, :, None]
+    batch = augmented("advection1d", fields[:, :1], fields[:, 1:])
+    for frame in range(2):
+        moved = batch.inputs[:, 0].roll(2 * (frame + 1), -1)
+        torch.testing.assert_close(batch.targets[:, frame], moved, atol=1e-5, rtol=0)
+
+
+def test_the_pressure_of_a_transformed_medium_is_the_transformed_pressure():
+    nu = np.stack([generate.draw_permeability(2, sample, 12) for sample in range(8)])
+    pressure = np.stack([generate.solve_darcy(field, 1.0) for field in nu])
+    fields = [torch.from_numpy(x)[:, None, None] for x in (nu, pressure)]
+    elements = np.arange(8)
+    images = [transform_square(x, elements) for x in fields]
+    solved = np.stack([generate.solve_darcy(image.numpy()[0, 0], 1.0) for image in images[0]])
+    np.testing.assert_allclose(images[1][:, 0, 0].numpy(), solved, rtol=1e-9)
+    assert (
+        len({image.numpy().tobytes() for image in transform_square(fields[0][:1].repeat(8, 1, 1, 1, 1), elements)}) == 8
+    )
+
+
+def test_augmentation_moves_inputs_and_targets_alike():
+    nu = torch.randn(64, 1, 1, 6, 6)
+    batch = augmented("darcy2d", nu, 2 * nu)
+    assert torch.equal(batch.targets, 2 * batch.inputs)
+    images = {(a == b).all().item() for a, b in zip(batch.inputs, nu)}
+    assert images == {True, False}
+
+
+def test_the_inverse_restores_every_image():
+    x, elements = torch.randn(8, 2, 3, 5, 5), np.arange(8)
+    assert torch.equal(invert_square(transform_square(x, elements), elements), x)
+    assert torch.equal(transform_square(invert_square(x, elements), elements), x)
+
+
+@pytest.mark.parametrize("family, shape", [("advection1d", (2, 1, 32)), ("darcy2d", (1, 1, 8, 8))])
+def test_augmentation_does_not_depend_on_the_number_of_ranks(family, shape):
+    fields = torch.randn(8, *shape)
+    whole = augmented(family, fields, fields)
+    parts = [augmented(family, fields[2 * r : 2 * r + 2], fields[2 * r : 2 * r + 2], size=8, rank=r) for r in range(4)]
+    assert torch.equal(whole.inputs, torch.cat([part.inputs for part in parts]))
+
+
+def test_only_datasets_that_ask_for_it_are_augmented(opened):
+    plain_config, datasets = opened()
+    config, others = opened(**{"data.datasets.darcy.augment": True})
+    pairs = zip(Loader(datasets, plain_config, 0, 1, "cpu").epoch(0), Loader(others, config, 0, 1, "cpu").epoch(0))
+    changed = {"advection": False, "darcy": False}
+    for plain, image in list(pairs)[:8]:
+        changed[plain.dataset] |= not torch.equal(plain.inputs, image.inputs)
+    assert changed == {"advection": False, "darcy": True}
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, keys", [("advection", ("tensor",)), ("darcy", ("nu", "tensor"))])
+def test_statistics_come_from_the_training_split_alone(opened, tmp_path, name, keys):
+    config, datasets = opened((name,))
+    dataset = datasets[name]
+    path = generated_path(config.data.datasets[name], tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(dataset.source.files[0].read_bytes())
+    held_out = np.sort(np.concatenate([dataset.splits["validation"], dataset.splits["test"]]))
+    assert len(held_out) == 4
+    with h5py.File(path, "r+") as file:
+        for key in keys:
+            values = file[key][...]
+            values[held_out] *= 1.7
+            file[key][...] = values
+    assert open_dataset(name, config, tmp_path).spec == dataset.spec
+    with h5py.File(path, "r+") as file:
+        values = file[keys[-1]][...]
+        values[dataset.splits["train"]] *= 1.7
+        file[keys[-1]][...] = values
+    assert open_dataset(name, config, tmp_path).spec != dataset.spec
+
+
+def test_statistics_normalise_the_training_split(opened):
+    _, datasets = opened()
+    for dataset in datasets.values():
+        spec = dataset.spec
+        inputs, targets = dataset.source.read(dataset.splits["train"])
+        for fields, mean, std in (
+            (inputs, spec.input_mean, spec.input_std),
+            (targets, spec.output_mean, spec.output_std),
+        ):
+            normalised = (fields.astype(np.float64) - mean[0]) / std[0]
+            assert abs(normalised.mean()) < 1e-6 and abs(normalised.std() - 1) < 1e-6
+        assert dataclasses.asdict(spec)["parameter_std"] == (1.0,)  # one single beta: nothing to scale by
+
+
+def test_splits_are_disjoint_and_cover_the_samples(opened):
+    _, datasets = opened()
+    for dataset in datasets.values():
+        parts = np.concatenate([dataset.splits[split] for split in ("train", "validation", "test")])
+        assert sorted(parts) == list(range(20))
