@@ -81,6 +81,7 @@ CASES = {
     ),
     "throughput": lambda: figures.throughput(STEPS, 50 + STEPS % 3, STEPS > 9, 51.0, (50.5, 51.5)),
     "throughput one step": lambda: figures.throughput([0.1], [9.0], [True], 9.0, (9.0, 9.0)),
+    "throughput one window": lambda: figures.throughput(STEPS, 50 + STEPS, STEPS > 9, 75.0, (np.nan, np.nan)),
     "throughput none steady": lambda: figures.throughput(STEPS, 50 + STEPS, STEPS < 0, np.nan, (np.nan, np.nan)),
     "distribution": lambda: figures.error_distribution(
         {"burgers": RANDOM.random(20), "darcy": with_nan(RANDOM.random(20))},

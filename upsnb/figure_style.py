@@ -60,11 +60,12 @@ class StillFigure(Figure):
 
 
 class DecimalLogFormatter(LogFormatterMathtext):
-    """0.04 rather than 4 x 10^-2: on an axis of one decade the long form overlaps its neighbours."""
+    """0.04 rather than 4 x 10^-2, where a whole axis can be written so: the long form overlaps its neighbours."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         text = super().__call__(x, pos)
-        return f"{x:g}" if text and 0.001 <= x < 10_000 else text
+        low, high = self.axis.get_view_interval()
+        return f"{x:g}" if text and low >= 1e-4 and high < 1e5 else text
 
 
 def save(figure: Figure, folder: str | Path, name: str) -> Path:

@@ -1,7 +1,4 @@
-"""Still figures of a run: NumPy arrays in, a matplotlib Figure out, nothing shown and no global state touched.
-
-What figures have in common stands in `figure_style`.
-"""
+"""Still figures: NumPy arrays in, a matplotlib Figure out, nothing shown; the look they share is figure_style's."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -103,7 +100,8 @@ def prediction_truth_error_1d(
     error = prediction - truth
     norm, extent = value_range(truth), edges(x) + edges(times)
     figure = empty_figure(7.2, 5.2, title)
-    axes = figure.subplot_mosaic([["truth", "prediction", "error"], ["cuts"] * 3], height_ratios=[1, 1.05])
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.05])  # one grid for both would part the images
+    axes = dict(zip(("truth", "prediction", "error"), upper.subplots(1, 3), strict=True)) | {"cuts": lower.subplots()}
     draw_image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
     draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
     draw_image(axes["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error", unit))
@@ -253,7 +251,7 @@ def loss_terms(
         validation: data set -> (progress, nRMSE).
     """
     figure = empty_figure(7.2 if validation else 4.8, 3.1, title)
-    panels = np.atleast_1d(figure.subplots(1, 2 if validation else 1))
+    panels = np.atleast_1d(figure.subplots(1, 2 if validation else 1, sharex=True))
     progress = np.asarray(progress, dtype=float)
     for name, look in looks(terms).items():
         values = positive(terms[name])
@@ -298,8 +296,9 @@ def throughput(
     if steady.any():
         ax.scatter(time_s[steady], rate[steady], s=10, color=BLUE, alpha=0.55, linewidths=0, label="steady steps")
     if np.isfinite(median):  # no steady step yet: nothing to claim
-        text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
-        ax.axhspan(*ci95, color=VERMILLION, alpha=0.2, linewidth=0, label=text)
+        if np.isfinite(ci95).all():  # one window has a median and no interval
+            text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
+            ax.axhspan(*ci95, color=VERMILLION, alpha=0.2, linewidth=0, label=text)
         ax.axhline(median, color=VERMILLION, linewidth=1.0, label=f"median {median:.4g} samples/s")
     ax.set(xlabel=label("time since start", "s"), ylabel=label("throughput", "samples/s"))
     ax.set_ylim(0, 1.08 * np.max(rate[np.isfinite(rate)], initial=0.0) or 1.0)

@@ -21,8 +21,7 @@ class Progress:
     def __init__(self, say: Callable[[str], None] = _print):
         self._say = say
         self._start: dict = {}
-        self._step: dict | None = None
-        self._validation = ""
+        self._steps: list[dict] = []  # since the last line
         self._shown_s = float("-inf")
 
     def __call__(self, event: dict) -> None:
@@ -41,32 +40,42 @@ class Progress:
             self._say(f"step {event['step']}: compiled {event['graphs']} graphs, {event['duration_s']:.1f} s")
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
-            self._validation = f"validation nRMSE {errors}"
+            self._say(f"step {event['step']:,} | validation nRMSE: {errors}{', the best so far' * event['best']}")
         elif kind == "step":
-            self._step = event
+            self._steps.append(event)
             if event["time_s"] - self._shown_s >= max(EVERY_S, SLOWER * event["time_s"]):
-                self._shown_s = event["time_s"]
-                self._say(self.line(event))
+                self._show()
         elif kind == "end":
-            if self._step is not None:
-                self._say(self.line(self._step))
+            self._show()
             self._say(f"ended by {event['reason']} after {duration(event['train_time_s'])} of training")
 
-    def line(self, step: dict) -> str:
-        """One step event as text."""
-        total, left_s = self._start.get("total_steps"), self._left_s(step)
-        parts = [
-            f"step {step['step']:,}",
-            f"epoch {step['epoch'] + 1}",
-            f"loss {_number(step['loss'])}",
-            f"{_number(step['samples_per_s'])} samples/s",
-            duration(step["time_s"]),
-        ]
-        if total and left_s:
-            parts[-1] += f", {duration(left_s)} left"
-        if self._validation:
-            parts.append(self._validation)
-        return " | ".join(parts)
+    def _show(self) -> None:
+        """One line on the steps since the last: means, because datasets take turns and cost differently."""
+        if not self._steps:
+            return
+        last, step_s = self._steps[-1], [step["step_time_ms"] / 1e3 for step in self._steps]
+        samples = sum(step["samples_per_s"] * seconds for step, seconds in zip(self._steps, step_s))
+        left_s = self._left_s(last)
+        parts = (
+            f"step {last['step']:,}",
+            f"epoch {last['epoch'] + 1}",
+            f"loss {self._losses()}",
+            f"{_number(samples / sum(step_s))} samples/s",
+            duration(last["time_s"]) + (f", {duration(left_s)} left" if left_s < float("inf") else ""),
+        )
+        self._say(" | ".join(parts))
+        self._shown_s = last["time_s"]
+        self._steps.clear()
+
+    def _losses(self) -> str:
+        """Mean loss of each dataset; of the whole step where datasets share one."""
+        losses: dict[str, list[float | None]] = {}
+        for step in self._steps:
+            losses.setdefault(" + ".join(step["datasets"]), []).append(step["loss"])
+        means = {name: None if None in values else sum(values) / len(values) for name, values in losses.items()}
+        if len(means) == 1:
+            return _number(next(iter(means.values())))
+        return ", ".join(f"{name} {_number(mean)}" for name, mean in sorted(means.items()))
 
     def _left_s(self, step: dict) -> float:
         """Until the clock or the last epoch ends training, whichever comes first."""
