@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import overlays
+from upsnb import overlays, runs, training
 from upsnb.config import LatentConfig, OperatorConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.spec import DatasetSpec
@@ -85,6 +85,31 @@ def tiny_setup(tiny_config):
         return Setup.build(tiny_config(names, **overlay), Path(), Ranks(), lambda message: None)
 
     return make
+
+
+@pytest.fixture
+def train_here():
+    """`train_here(config, folder)`: train on one rank in this process; the run's events.
+
+    `at_step` is called with each step before it is taken; the folder is continued where it holds a run.
+    """
+
+    def train(config: RunConfig, folder: Path, at_step=lambda step: None) -> list[dict]:
+        class Beat(runs.Heartbeat):
+            def beat(self, step):
+                super().beat(step)
+                at_step(step)
+
+        if not (folder / runs.MANIFEST).exists():
+            runs.create(config, folder)
+        events = runs.EventWriter(folder)
+        try:
+            training.train(config, folder, Ranks(), events, Beat(folder, 0))
+        finally:
+            events.close()
+        return runs.read_events(folder)
+
+    return train
 
 
 def make_spec(family: str = "advection1d", **changes) -> DatasetSpec:

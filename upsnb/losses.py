@@ -14,6 +14,9 @@ from upsnb.data.batches import Batch
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.ups import UPS
 
+WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
+WITHOUT_DECODER = WITHOUT_OPERATOR | {"forward", "latent_norm"}  # need no field out of the advanced latent
+
 
 def active_terms(config: TrainingConfig, step: int, microbatch: int) -> dict[str, float]:
     """Weights of the terms that this microbatch computes.
@@ -65,9 +68,13 @@ def spectral_error(prediction: Tensor, target: Tensor, num_dims: int) -> Tensor:
 
 
 def latent_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean squared difference in units of the target's variance; the target is held fixed."""
+    """Mean squared difference of (B, L, D) in units of each target's variance; the target is held fixed.
+
+    Per sample, so that the mean over a batch does not depend on how ranks share it.
+    """
     target = target.detach().float()
-    return (prediction.float() - target).square().mean() / target.var().clamp_min(1e-6)
+    error = (prediction.float() - target).square().mean((1, 2))
+    return (error / target.var((1, 2)).clamp_min(1e-6)).mean()
 
 
 def wall_points(grid_shape: tuple[int, ...], device) -> Tensor:
@@ -136,7 +143,8 @@ class LossModule(nn.Module):
         # a tensor even where no term acts on this dataset in this microbatch
         total = sum((weights[term] * value for term, value in terms.items()), x.new_zeros(()))
         if self.touch_all:
-            modules = (model.encoders, model.decoders, model.inverse_decoders, model.conditions)
+            modules = [model.encoders, model.decoders, model.inverse_decoders, model.conditions]
+            modules += [] if terms.keys() - WITHOUT_OPERATOR else [model.operator]
             total = total + 0.0 * sum(p.sum() for module in modules for p in module.parameters())
         return total, {term: value.detach() for term, value in terms.items()}
 

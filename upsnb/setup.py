@@ -17,7 +17,7 @@ from upsnb.data.batches import Batch, Loader
 from upsnb.data.datasets import Dataset, ensure_generated, open_dataset
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import RunError
-from upsnb.losses import LossModule, active_terms
+from upsnb.losses import WITHOUT_DECODER, WITHOUT_OPERATOR, LossModule, active_terms
 from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
 
@@ -103,44 +103,62 @@ class Setup:
             step: optimizer steps done before, for loss warm-up.
             microbatch: microbatches of all datasets done before, for loss frequencies.
         Returns:
-            Mean loss, mean of each term over the microbatches that computed it, and the gradient norm: tensors on the
-            device, of this rank alone; reading them synchronises, so the loop reads them later.
+            Mean loss, mean of each term over the microbatches that computed it, both over all ranks, and the gradient
+            norm: tensors on the device; reading them synchronises, so the loop reads them later.
         """
         training, dtype = self.config.training, amp_dtype(self.config)
-        totals, terms = [], {}
+        totals, terms, computed = [], {}, set()
         for number, batch in enumerate(batches):
             # Datasets take turns: counted over all of them, "every second" would always be the same dataset's.
             weights = active_terms(training, step, (microbatch + number) // len(self.datasets))
             synchronise = number == len(batches) - 1
             if not synchronise and self.ranks.world_size > 1:
                 with self.loss.no_sync():  # gradients are averaged once a step, with the last microbatch
-                    total = self._forward_backward(batch, weights, dtype, len(batches), terms)
+                    total, values = self._forward_backward(batch, weights, dtype, len(batches))
             else:
-                total = self._forward_backward(batch, weights, dtype, len(batches), terms)
+                total, values = self._forward_backward(batch, weights, dtype, len(batches))
             totals.append(total)
+            for term, value in values.items():
+                terms.setdefault(term, []).append(value)
+                computed.add((batch.dataset, term))
         if self.ranks.world_size > 1:
-            self._forget_untouched({batch.dataset for batch in batches}, terms.keys())
+            self._forget_untouched(computed)
         norm = self._update(training.grad_clip)
-        means = {term: torch.stack(values).mean() for term, values in terms.items()}
-        return torch.stack(totals).mean(), means, norm
+        means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
+        if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
+            torch.distributed.all_reduce(means)
+            means /= self.ranks.world_size
+        loss, *values = means.unbind()
+        return loss, dict(zip(terms, values)), norm
 
-    def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int, terms: dict) -> Tensor:
+    def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int) -> tuple[Tensor, dict]:
         total, values = self.loss(batch, weights, dtype)
         if total.requires_grad:  # else no term acts on this microbatch
             self.scaler.scale(total / num_microbatches).backward()
-        for term, value in values.items():
-            terms.setdefault(term, []).append(value)
-        return total.detach()
+        return total.detach(), values
 
-    def _forget_untouched(self, names: set[str], terms) -> None:
-        """DDP leaves zeros where no microbatch of the step had a gradient; AdamW must not step on those."""
+    def _forget_untouched(self, computed: set[tuple[str, str]]) -> None:
+        """DDP leaves zeros where no microbatch of the step had a gradient; optimizers must not step on those.
+
+        Args:
+            computed: (dataset, loss term) of all microbatches.
+        """
         model = self.model
-        for name in model.specs:
-            modules = [model.encoders[name], model.conditions[name], model.decoders[name]] * (name not in names)
-            if name in model.inverse_decoders and (name not in names or not set(terms) & set(INVERSE_TERMS)):
-                modules.append(model.inverse_decoders[name])
-            for parameter in (p for module in modules for p in module.parameters()):
-                parameter.grad = None
+        encoded = {name for name, _ in computed}
+        advanced = {name for name, term in computed if term not in WITHOUT_OPERATOR}
+        decoded = {name for name, term in computed if term not in WITHOUT_DECODER}
+        inverted = {name for name, term in computed if term == "inv_enc"}
+        latent = {name for name, spec in model.specs.items() if model.latent_rollout and spec.time_dependent}
+        modules: list[nn.Module] = [] if advanced else [model.operator]
+        for parts, touched in (
+            (model.encoders, encoded),
+            (model.conditions, advanced),
+            (model.decoders, decoded - latent),
+            (model.inverse_decoders, inverted | (decoded & latent)),
+        ):
+            modules += [part for name, part in parts.items() if name not in touched]
+        for parameter in (p for module in modules for p in module.parameters()):
+            parameter.grad = None
 
     def _update(self, grad_clip: float | None) -> Tensor:
         together = optimizers.Together(self.optimizers)
