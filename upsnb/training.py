@@ -65,6 +65,7 @@ class Loop:
         self.clock = StepClock(ranks.device)
         self.pending: deque = deque()  # step events whose numbers are still on the device
         self.control_revision = -1
+        self.validated_step = -1
         self._announce()
 
     # -- start ------------------------------------------------------------------------------------------------------
@@ -139,7 +140,8 @@ class Loop:
     def _epoch(self) -> str | None:
         training, position = self.config.training, self.position
         batches = self.setup.loader.epoch(position.epoch, position.microbatch)
-        for _ in range(position.microbatch // training.accum_steps, self.steps_per_epoch):
+        left = self.setup.loader.schedule.num_microbatches - position.microbatch
+        for _ in range(left // training.accum_steps):
             self._beat()  # before and after reading: a rank whose disk hangs stands one beat behind the others
             waiting = time.perf_counter()
             microbatches = [next(batches) for _ in range(training.accum_steps)]
@@ -148,12 +150,13 @@ class Loop:
             if position.step % self.config.checkpoint.interval == 0:
                 self._save(best=False)
             reason = self._agree()
-            if reason is not None:
+            if reason not in (None, "epochs"):
                 return reason
         position.epoch, position.microbatch = position.epoch + 1, 0
-        if position.epoch % self.config.evaluation.every_epochs == 0:
-            return self._validate()
-        return None
+        finished = position.step >= self.total_steps
+        due = finished or position.epoch % self.config.evaluation.every_epochs == 0
+        impatient = self._validate() if due else None
+        return "epochs" if finished else impatient
 
     def _agree(self) -> str | None:
         """Rank 0 reads clock and control file; all ranks learn the same and decide the same."""
@@ -194,6 +197,8 @@ class Loop:
             names = {batch.dataset for batch in batches}
             self.pending.append((position.step, position.epoch, names, wait_ms, compiled, rate, loss, terms, norm))
             self._drain()
+        else:
+            self.clock.ends.clear()  # nobody reads them here, and on CUDA each is an event of the driver
 
     def _drain(self, everything: bool = False) -> None:
         """Write the step events whose numbers the device has finished; never waits unless asked for everything."""
@@ -232,6 +237,7 @@ class Loop:
         if not any(len(dataset.splits["validation"]) for dataset in self.setup.datasets.values()):
             return None
         position = self.position
+        self.validated_step = position.step
         results = self._evaluate("validation")
         score = float(np.mean([_headline(result) for result in results.values()]))
         improved = score < position.best
@@ -298,6 +304,8 @@ class Loop:
     def finish(self, reason: str) -> None:
         """Save the last state, evaluate the reported split and write the end event."""
         train_time_s = self._elapsed()
+        if self.config.evaluation.checkpoint == "best" and self.validated_step != self.position.step:
+            self._validate()  # where the clock or a request ended training, its last weights may be the best
         self._save(best=False)
         config, setup, reported = self.config, self.setup, "last"
         if config.evaluation.checkpoint == "best" and self.position.best_step not in (-1, self.position.step):
