@@ -27,7 +27,7 @@ def _index(folder: Path) -> dict:
     except FileNotFoundError:
         return {"format": FORMAT, "latest": None, "previous": None, "best": None, "files": {}}
     except ValueError as error:
-        raise RunError(f"{path}: not JSON ({error}) -> delete it to start from the files beside it") from None
+        raise RunError(f"{path}: not JSON ({error}) -> delete the folder {CHECKPOINTS} to start anew") from None
 
 
 def save(folder: Path, state: dict, best: bool) -> Path:

@@ -188,13 +188,22 @@ class Setup:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state_dict`; random state is taken up where the number of ranks is the same."""
+        """Continue from `state_dict`, under this config's settings even where they differ from the saved ones.
+
+        Random state is taken up where the number of ranks is the same.
+        """
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            optimizer.load_state_dict(saved)  # moments; its learning rates and decay are the old config's
+            for group, own in zip(optimizer.param_groups, settings, strict=True):
+                group.update(own)
+        if state["scaler"]:  # empty where the saved run needed none
+            self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema = optimizers.Ema(self.model, self.ema.decay)
+            if state["ema"] is not None:
+                self.ema.load_state_dict(state["ema"])
         self.plateau.load_state_dict(state["plateau"])
         if len(state["random"]) == self.ranks.world_size:
             random = state["random"][self.ranks.rank]
