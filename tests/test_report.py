@@ -112,9 +112,10 @@ def test_window_is_samples_over_seconds_and_not_a_mean_of_rates():
     assert report.steady_throughput(events)["median"] == pytest.approx(16 / 0.2, rel=0.01)
 
 
-def test_windows_do_not_reach_across_gaps():
-    runs_of_half_a_second = [step(n, steady=n % 6 > 0) for n in range(1, 60)]
-    assert report.steady_throughput(runs_of_half_a_second)["num_windows"] == 0
+def test_window_passes_over_validations_but_not_over_a_relaunch():
+    validated_every_half_second = [step(n, ms=100.0 if n % 6 else 9000.0, steady=n % 6 > 0) for n in range(1, 61)]
+    speed = report.steady_throughput(validated_every_half_second)
+    assert speed["num_windows"] == 5 and speed["median"] == pytest.approx(160)
     relaunched = [step(n) for n in range(1, 7)] + [{"kind": "segment", "step": 6}] + [step(n) for n in range(7, 13)]
     assert report.steady_throughput(relaunched)["num_windows"] == 0
     assert report.steady_throughput([e for e in relaunched if e["kind"] == "step"])["num_windows"] == 1

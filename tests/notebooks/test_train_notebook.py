@@ -1,0 +1,89 @@
+"""The training notebook headless: what it leaves behind, and how it fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import nbformat
+import numpy as np
+import pytest
+
+from upsnb.data import generate
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "notebooks" / "01_train.ipynb"
+PRESET = ROOT / "params" / "smoke.yaml"
+pytestmark = pytest.mark.slow
+
+
+def execute(*arguments) -> subprocess.CompletedProcess:
+    call = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=110)
+
+
+def parameters(tmp_path: Path, **data) -> Path:
+    """A params file for a run of a few seconds on one dataset, everything below tmp_path."""
+    path = tmp_path / "params.yaml"
+    wave = {"family": "advection1d", "input_frames": 4, "output_frames": 4, **data}
+    values = {
+        "preset": "",
+        "data": {"root": str(tmp_path / "data"), "datasets": {"waves": wave}},
+        "latent": {"dim": 32, "tokens": 32},
+        "operator": {"pdet": {"hidden_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}},
+        "training": {"device": "cpu", "time_limit_s": 5.0},
+        "stages": {"operator": {"epochs": 1000}},
+        "logging": {"root": str(tmp_path / "outputs")},
+    }
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
+
+
+def truncated(path: Path) -> Path:
+    """A PDEBench file whose download broke off."""
+    generate.generate_advection(path, num_samples=20, beta=0.4, resolution=32)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path
+
+
+def test_run_command_leaves_report_figures_and_notebook(tmp_path):
+    made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
+    done = execute("upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=made), "-o", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout and "persistence" in done.stdout
+    written = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert written["status"] == "finished" and written["datasets"]["waves"]["test"]["nrmse_mean"] > 0
+    assert len(list((tmp_path / "run" / "figures").glob("*.png"))) == 6
+    cells = nbformat.read(tmp_path / "run" / "notebook.ipynb", as_version=4).cells
+    pictures = [output for cell in cells for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
+    assert len(pictures) == 7  # data, prediction, rollout, spectrum, distribution, losses, throughput
+
+
+@pytest.mark.parametrize("through", ["papermill", "upsnb run"])
+def test_broken_file_fails_and_is_named(tmp_path, through):
+    broken = truncated(tmp_path / "data" / "1D_Advection_Sols_beta0.4.hdf5")
+    file = parameters(tmp_path, files=[broken.name])
+    executed = tmp_path / "out.ipynb"
+    if through == "papermill":
+        done = execute("papermill", NOTEBOOK, executed, "-f", file, "--log-level", "ERROR")
+    else:
+        done = execute("upsnb", "run", NOTEBOOK, "-f", file, "-o", tmp_path / "run")
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.rindex("DataError") :]
+    assert f"{broken.name}: truncated or damaged" in said and "download or generate it again" in said
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_failing_run_fails_the_notebook_with_its_cause_in_one_sentence(tmp_path):
+    """The file is whole and its training split is fine: only the worker, which reads all of it, meets the NaN."""
+    path = tmp_path / "data" / "1D_Advection_Sols_beta0.4.hdf5"
+    generate.generate_advection(path, num_samples=20, beta=0.4, resolution=32)
+    with h5py.File(path, "r+") as handle:
+        handle["tensor"][0, 20] = np.nan  # the first samples are the test split
+    done = execute("upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, files=[path.name]), "-o", tmp_path / "run")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("FAILED")]
+    assert "RunFailed" in line and "rank 0 raised DataError before its first step" in line
+    assert f"{path.name}: tensor: NaN or infinity in sample 0" in line
+    assert not (tmp_path / "run" / "figures").exists()
