@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from upsnb import optimizers, overlays
-from upsnb.config import LatentConfig, OperatorConfig, RunConfig
+from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig
 from upsnb.errors import ConfigError, DataError
 from upsnb.models.attention import Block
 from upsnb.models.geometry import grid_points
+from upsnb.models.operator import Operator
 from upsnb.models.ups import UPS, count_parameters
 from upsnb.setup import set_compile
 
@@ -115,6 +116,19 @@ def test_a_dropped_block_is_the_identity_and_the_mean_is_kept(perturb):
     assert 0.45 < dropped.float().mean() < 0.55
     expected = block.eval()(x[:1], modulation, None)
     torch.testing.assert_close(block.train()(x, modulation, None).mean(0), expected[0], atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("drop_path, graphs", ((0.0, 1), (0.3, 2)))
+def test_blocks_share_their_compiled_code(drop_path, graphs):
+    # One graph a block would reach the compiler's limit of 8, and all blocks beyond it run uncompiled.
+    torch._dynamo.reset()
+    blocks = Operator(PdetConfig(hidden_dim=32, depth=10, num_heads=2, drop_path=drop_path), 32, 8).train().blocks
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for block in blocks:
+        block.compile(backend="eager", dynamic=False)
+        block(torch.randn(2, 5, 32), torch.randn(2, 4, 32), None)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == graphs
+    torch._dynamo.reset()
 
 
 def test_normalisation_goes_there_and_back(make_spec, make_model):

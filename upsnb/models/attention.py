@@ -111,7 +111,9 @@ class Block(nn.Module):
         self.attention = Attention(dim, num_heads, qk_norm, backend)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.modulation_offset = nn.Parameter(torch.zeros(NUM_MODULATIONS, dim))
-        self.drop_path = drop_path
+        # A tensor: the compiler makes a graph of its own for each plain number, and stops at 8 blocks.
+        self.drops = drop_path > 0
+        self.register_buffer("drop_path", torch.tensor(float(drop_path)), persistent=False)
         for output in (self.attention.output, self.mlp.down):  # a new block is the identity
             nn.init.zeros_(output.weight)
             nn.init.zeros_(output.bias)
@@ -124,7 +126,7 @@ class Block(nn.Module):
 
     def _thin(self, update: Tensor) -> Tensor:
         """Stochastic depth per sample (arXiv 1603.09382)."""
-        if not self.training or self.drop_path == 0:
+        if not self.training or not self.drops:
             return update
         keep = torch.rand(update.shape[0], 1, 1, device=update.device) >= self.drop_path
         return update * keep.to(update.dtype) / (1 - self.drop_path)
