@@ -1,0 +1,153 @@
+"""What only a GPU can show: mixed precision, compiled steps, pinned copies, allocator peaks, NCCL."""
+
+import json
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+from upsnb import checkpoint, parallel, runs, training
+from upsnb.data.batches import Loader
+from upsnb.setup import Setup
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = {"training.device": "cuda"}
+
+
+@pytest.fixture
+def train_cuda(tiny_config, monkeypatch):
+    """`train_cuda(folder, **overlay)`: a short run on the GPU, as a worker would make it; its events."""
+
+    def train(folder, **overlay):
+        config = tiny_config(**CUDA, **overlay)
+        runs.create(config, folder)
+        events, ranks = runs.EventWriter(folder), parallel.initialise(config)
+        try:
+            training.train(config, folder, ranks, events, runs.Heartbeat(folder, 0))
+        finally:
+            events.close()
+            parallel.shutdown(ranks)
+        return runs.read_events(folder)
+
+    return train
+
+
+def losses(events):
+    return np.array([event["loss"] for event in events if event["kind"] == "step"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {},
+        {"training.amp": True, "training.amp_dtype": "bfloat16"},
+        {"training.amp": True, "training.amp_dtype": "float16"},
+        {"training.compile": True},
+        {"training.compile": True, "training.amp": True, "training.amp_dtype": "bfloat16"},
+        {"optimizer.fused": True},
+        {"operator.pdet.attention": "math"},
+    ),
+    ids=lambda settings: ", ".join(map(str, settings.values())) or "eager",
+)
+def test_a_short_run_learns_and_ends(train_cuda, tmp_path, settings):
+    events = train_cuda(tmp_path / "run", **settings)
+    loss = losses(events)
+    assert np.isfinite(loss).all() and loss[-5:].mean() < 0.9 * loss[:5].mean()
+    assert events[-1]["kind"] == "end" and events[-1]["reason"] == "epochs"
+    steps = [event for event in events if event["kind"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
+    assert all(event["step_time_ms"] > 0 for event in steps)
+    assert json.loads((tmp_path / "run" / training.EVALUATION).read_text())["datasets"].keys() == {"advection", "darcy"}
+    names = checkpoint.load(tmp_path / "run")["setup"]["model"]
+    assert not any(part in name for name in names for part in ("module.", "_orig_mod."))
+
+
+def test_compiled_steps_are_the_eager_ones_up_to_rounding(train_cuda, tmp_path):
+    adamw = {"optimizer.name": "adamw"}
+    eager = train_cuda(tmp_path / "eager", **adamw)
+    compiled = train_cuda(tmp_path / "compiled", **adamw, **{"training.compile": True})
+    np.testing.assert_allclose(losses(compiled), losses(eager), rtol=5e-3)
+
+
+def test_the_gpu_trains_like_the_cpu(train_cuda, train_here, tiny_config, tmp_path):
+    adamw = {"optimizer.name": "adamw"}
+    gpu = train_cuda(tmp_path / "gpu", **adamw)
+    cpu = train_here(tiny_config(**adamw), tmp_path / "cpu")
+    np.testing.assert_allclose(losses(gpu), losses(cpu), rtol=1e-2)
+
+
+def test_peak_memory_is_the_allocator_s(train_cuda, tmp_path):
+    torch.cuda.reset_peak_memory_stats()
+    events = train_cuda(tmp_path / "run")
+    end = events[-1]
+    assert end["memory_kind"] == "CUDA allocator, peak"
+    assert end["peak_memory_gib"][0] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30, abs=1e-3)
+    assert 0 < end["peak_memory_gib"][0] < 1
+
+
+@pytest.mark.parametrize("pinned", (False, True))
+def test_pinned_batches_arrive_as_they_were_read(tiny_setup, tiny_config, pinned, monkeypatch):
+    copies, real = [], torch.Tensor.to
+
+    def to(self, *arguments, **options):
+        if options.get("non_blocking") is not None and self.device.type == "cpu":
+            copies.append((self.is_pinned(), options["non_blocking"]))
+        return real(self, *arguments, **options)
+
+    settings = {"data.residency": "workers", "training.num_workers": 2, "training.pin_memory": pinned}
+    config = tiny_config(**settings)
+    datasets = tiny_setup().datasets
+    host = list(Loader(datasets, config, 0, 1, "cpu").epoch(0))[:4]
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for wanted, found in zip(host, Loader(datasets, config, 0, 1, "cuda").epoch(0)):
+        assert found.inputs.device.type == found.targets.device.type == found.parameters.device.type == "cuda"
+        assert torch.equal(found.inputs.cpu(), wanted.inputs) and torch.equal(found.targets.cpu(), wanted.targets)
+    monkeypatch.undo()
+    assert copies and all(copy == (pinned, pinned) for copy in copies)
+
+
+def test_resident_data_lives_on_the_device(tiny_config, tiny_setup):
+    loader = Loader(tiny_setup().datasets, tiny_config(**CUDA), 0, 1, "cuda")
+    assert all(field.device.type == "cuda" for fields in loader.reader.fields.values() for field in fields)
+
+
+def test_a_continued_run_is_the_run_that_was_never_stopped(train_cuda, tiny_config, tmp_path):
+    settings = {"operator.pdet.drop_path": 0.3, "training.noise": 0.1, "optimizer.name": "adamw"}
+    whole = losses(train_cuda(tmp_path / "whole", **settings))
+    config = tiny_config(**CUDA, **settings)
+    ranks = parallel.initialise(config)
+    try:
+        setup = Setup.build(config, tmp_path, ranks, lambda message: None)
+        setup.load_state_dict(checkpoint.load(tmp_path / "whole", device="cuda")["setup"])
+    finally:
+        parallel.shutdown(ranks)
+    assert len(whole) == 40 and all(p.device.type == "cuda" for p in setup.model.parameters())
+
+
+def test_one_nccl_rank_averages_over_itself(tiny_setup, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", device_id=device)
+    try:
+        setup = tiny_setup(**CUDA)
+        wrapped = torch.nn.parallel.DistributedDataParallel(setup.loss.to(device), device_ids=[0])
+        batch = next(iter(setup.loader.epoch(0)))
+        for key in ("inputs", "targets", "parameters"):
+            setattr(batch, key, getattr(batch, key).to(device))
+        setup.loss.generator = torch.Generator(device)
+        setup.loss.touch_all = True
+        total, _ = wrapped(batch, {"relative": 1.0}, torch.bfloat16)
+        total.backward()
+        assert total.isfinite() and setup.model.operator.output.weight.grad.isfinite().all()
+    finally:
+        torch.distributed.destroy_process_group()
