@@ -94,7 +94,7 @@ def train_here():
     `at_step` is called with each step before it is taken; the folder is continued where it holds a run.
     """
 
-    def train(config: RunConfig, folder: Path, at_step=lambda step: None) -> list[dict]:
+    def train(config: RunConfig, folder: Path, at_step=lambda step: None, ranks=None) -> list[dict]:
         class Beat(runs.Heartbeat):
             def beat(self, step):
                 super().beat(step)
@@ -104,7 +104,7 @@ def train_here():
             runs.create(config, folder)
         events = runs.EventWriter(folder)
         try:
-            training.train(config, folder, Ranks(), events, Beat(folder, 0))
+            training.train(config, folder, ranks or Ranks(), events, Beat(folder, 0))
         finally:
             events.close()
         return runs.read_events(folder)

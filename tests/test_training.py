@@ -170,7 +170,7 @@ def test_the_time_limit_ends_training_within_a_step(tiny_config, train_here, tmp
     # `time_s` counts from the first step; all but the last step had ended before the limit
     assert column(events, "time_s")[-2] <= 1.0 <= events[-1]["train_time_s"]
     rates = column(events, "learning_rate")
-    assert rates[-1] < 0.2 * max(rates)  # the schedule followed the clock
+    assert rates[-1] < 0.5 * max(rates)  # the schedule followed the clock
 
 
 def test_a_stop_request_is_obeyed_after_the_step(tiny_config, train_here, tmp_path):

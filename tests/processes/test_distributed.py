@@ -10,18 +10,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-FOLDER = "1"  # the one argument of a rank
+from upsnb import checkpoint, parallel, runs, training
+from upsnb import config as configs
+from upsnb import worker as real_worker
+from upsnb.data.batches import Schedule
+from upsnb.parallel import Ranks
+from upsnb.setup import Setup
 
 
 def worker(folder: Path) -> None:
     """Train as upsnb.worker does, and leave `seen.rank<k>.json`: pairs, and the weights' checksum."""
-    from upsnb import parallel, training
-    from upsnb import worker as real
-    from upsnb.data.batches import Schedule
-
-    # This process is no supervisor's: nothing to watch.
     seen, finish, epoch = [], training.Loop.finish, Schedule.epoch
 
     def recorded_epoch(self, number, start=0):
@@ -36,7 +38,7 @@ def worker(folder: Path) -> None:
         parallel.barrier(self.ranks)
 
     Schedule.epoch, training.Loop.finish = recorded_epoch, recorded_finish
-    real.main(folder)
+    real_worker.main(folder)
 
 
 def checksum(model) -> str:
@@ -49,21 +51,8 @@ def checksum(model) -> str:
 
 def noise(generator) -> list[float]:
     """What the next noise of a rank would be."""
-    import torch
-
     return torch.randn(3, generator=generator).tolist()
 
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[int(FOLDER)]))
-    raise SystemExit  # not reached: a worker leaves by itself
-
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from upsnb import checkpoint, runs, training  # noqa: E402
-from upsnb.parallel import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 GLOBAL_BATCH = 8
@@ -144,11 +133,11 @@ def seen(folder, num_ranks):
 def test_the_number_of_ranks_does_not_change_the_loss_curve(pair):
     alone, together, _ = pair
     assert len(curve(alone, "step")) > 10
-    np.testing.assert_allclose(curve(together, "loss"), curve(alone, "loss"), rtol=2e-3)
-    np.testing.assert_allclose(curve(together, "gradient_norm"), curve(alone, "gradient_norm"), rtol=2e-2)
+    np.testing.assert_allclose(curve(together, "loss"), curve(alone, "loss"), rtol=1e-4)
+    np.testing.assert_allclose(curve(together, "gradient_norm"), curve(alone, "gradient_norm"), rtol=1e-3)
     for one, other in zip(runs.read_events(alone, ("step",)), runs.read_events(together, ("step",))):
         assert one["losses"].keys() == other["losses"].keys()
-        assert one["losses"] == pytest.approx(other["losses"], rel=2e-2, abs=1e-5)
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-3, abs=1e-6)
         assert (one["learning_rate"], one["datasets"]) == (other["learning_rate"], other["datasets"])
 
 
@@ -159,16 +148,16 @@ def test_the_number_of_ranks_does_not_change_the_evaluation(pair):
         first, second = (result[name]["test"] for result in results)
         assert first["per_sample"]["samples"] == second["per_sample"]["samples"]
         for key in ("nrmse_mean", "nrmse_median", "rmse", "max_error"):
-            assert first[key] == pytest.approx(second[key], rel=5e-3)
+            assert first[key] == pytest.approx(second[key], rel=1e-3)
     scores = [runs.read_events(folder, ("eval",))[-1]["val_nrmse"] for folder in (alone, together)]
-    assert scores[0] == pytest.approx(scores[1], rel=5e-3)
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3)
 
 
 def test_the_number_of_ranks_does_not_change_the_weights(pair):
     states = [checkpoint.load(folder)["setup"]["model"] for folder in pair[:2]]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
-        torch.testing.assert_close(value, states[1][key], atol=2e-3, rtol=0.05, msg=key)
+        torch.testing.assert_close(value, states[1][key], atol=1e-3, rtol=1e-2, msg=key)  # Muon rounds to bfloat16
 
 
 def test_ranks_end_with_identical_weights(pair):
@@ -198,14 +187,15 @@ def test_only_rank_zero_writes_the_curve(pair):
     assert len(runs.read_events(folder, ("end",))[0]["peak_memory_gib"]) == num_ranks
 
 
-def test_a_checkpoint_of_several_ranks_continues_on_one(pair, tiny_setup):
+def test_a_checkpoint_of_several_ranks_continues_on_one(pair):
     _, folder, num_ranks = pair
     state = checkpoint.load(folder)
     assert len(state["setup"]["random"]) == num_ranks
     assert not any(part in name for name in state["setup"]["model"] for part in ("module.", "_orig_mod."))
-    from upsnb import config as configs
-    from upsnb.setup import Setup
-
     setup = Setup.build(configs.parse(state["config"]), Path(), Ranks(), lambda message: None)
     setup.load_state_dict(state["setup"])
     assert checksum(setup.model) == seen(folder, num_ranks)[0]["weights"]
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))
