@@ -17,7 +17,18 @@ CONFIG = RunConfig.model_validate_json(
 KEYS = {
     *("format", "kind", "status", "device", "num_ranks", "parameters", "samples_per_s", "time_to_first_step_s"),
     *("train_time_s", "peak_memory_gib", "phases_on", "phases_skipped", "datasets"),
-    *("cause", "end_reason", "steps", "epochs", "split", "weights", "loss", "compile_s", "data_wait_share"),
+    *(
+        "cause",
+        "end_reason",
+        "steps",
+        "overall_samples_per_s",
+        "epochs",
+        "split",
+        "weights",
+        "loss",
+        "compile_s",
+        "data_wait_share",
+    ),
     *("memory_kind", "hardware", "versions", "code_revision", "seeds", "num_launches", "settings"),
 }
 START = {
@@ -154,6 +165,7 @@ def test_report_of_a_finished_run(tmp_path, split, key):
     }  # fmt: skip
     assert made["peak_memory_gib"] == 0.5 and made["time_to_first_step_s"] == 2.5 and made["compile_s"] == 1.5
     assert made["data_wait_share"] == pytest.approx(0.1) and made["train_time_s"] == 9.5
+    assert made["overall_samples_per_s"] == pytest.approx(59 * 16 / 9.5)
     assert made["loss"]["last"] < made["loss"]["first"]
     assert made["settings"].keys() == {"data.datasets"}
 

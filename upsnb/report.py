@@ -93,6 +93,7 @@ def train_report(run: Run) -> dict:
         "cause": run.cause(),
         "end_reason": end.get("reason"),
         "steps": steps[-1]["step"] if steps else 0,
+        "overall_samples_per_s": _overall(start, steps, end),
         "epochs": end.get("epochs"),
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
@@ -129,6 +130,13 @@ def _first(events: list[dict], kind: str, field: str) -> float | None:
 
 def _total(events: list[dict], kind: str, field: str) -> float:
     return round(sum(event[field] for event in events if event["kind"] == kind), 3)
+
+
+def _overall(start: dict, steps: list[dict], end: dict) -> float | None:
+    """Everything that was trained over all of training's time, compilation, validations and disturbances included."""
+    if not (start and steps and end.get("train_time_s")):
+        return None
+    return steps[-1]["step"] * start["samples_per_step"] / end["train_time_s"]
 
 
 def _share(steps: list[dict], part: str, whole: str) -> float | None:
@@ -202,11 +210,13 @@ def costs(report: dict) -> str:
     speed, skipped = report.get("samples_per_s") or {}, report.get("phases_skipped") or {}
     low, high = speed.get("ci95") or (None, None)
     memory = f" ({report['memory_kind']})" if report.get("memory_kind") else ""
+    overall = report.get("overall_samples_per_s")
     lines = [
         f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
         f"{number(report.get('parameters'))} parameters, trained {number(report.get('train_time_s'))} s"
         + (f" for {number(report['steps'])} steps" if report.get("steps") else ""),
-        f"{number(speed.get('median'))} samples/s (95 % interval {number(low)} to {number(high)}), "
+        f"{number(speed.get('median'))} samples/s while steady (95 % interval {number(low)} to {number(high)})"
+        + (f", {number(overall)} overall" if overall else ""),
         f"first step after {number(report.get('time_to_first_step_s'))} s, "
         f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",
         f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
