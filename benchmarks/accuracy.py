@@ -30,6 +30,7 @@ VARIANTS = {
         "decoder: unpatchify": {"operator.decoder": "unpatchify"},
         "decoder: cross-attention": {"operator.decoder": "cross_attention"},
         "encoder: perceiver": {"operator.encoder": "perceiver", "operator.decoder": "cross_attention"},
+        "walls left to the decoder": {"operator.walls": "free"},
         "with inverse encoding loss": {"training.lambda_inv_enc": 0.1},
         "AdamW alone": {"optimizer.name": "adamw"},
         "without augmentation": {"data.datasets.darcy.augment": False},

@@ -38,7 +38,10 @@ CASES = {
     ),
     "samples 2d": lambda: figures.dataset_samples(
         {"nu [-]": [FIELD, FIELD], "pressure [-]": [-FIELD, 9 * FIELD]},
-        extent=(0, 1, 0, 1), x_label="x [-]", y_label="y [-]", square=True,
+        extent=(0, 1, 0, 1),
+        x_label="x [-]",
+        y_label="y [-]",
+        square=True,
     ),
     "1d": lambda: figures.prediction_truth_error_1d(X, TRUTH, 0.9 * TRUTH, TIMES, title="one"),
     "1d constant": lambda: figures.prediction_truth_error_1d(X, 0 * TRUTH, 0 * TRUTH, TIMES),

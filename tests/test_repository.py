@@ -21,9 +21,7 @@ from upsnb.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REQUIREMENTS = [
-    Requirement(line) for line in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
-]
+REQUIREMENTS = [Requirement(line) for line in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])]
 PINS = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
 )
@@ -43,11 +41,10 @@ ORDER = """
     losses metrics optimizers phases
     processes events runs parallel checkpoint
     setup evaluation timing training pipeline worker verdict supervisor launch
-    compare memory profiling figures report panel __main__
+    compare memory profiling figure_style figures drawings report progress panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject
     "config": "every setting of a run in one place, to be read like a table",
-    "figures": "one function a figure, alike and independent",
 }
 MOST_LINES, MOST_LINES_OF_LONG = 350, 500
 

@@ -137,6 +137,7 @@ class OperatorConfig(Section):
     encoder: Literal["patch", "perceiver"] = "patch"  # tokens ordered in space, or pooled by cross-attention
     decoder: Literal["local_basis", "unpatchify", "cross_attention"] = "local_basis"  # latent to any point
     basis_size: PositiveInt = 32  # local_basis: coefficients per token and channel
+    walls: Literal["hard", "free"] = "hard"  # known zero boundary values: built in, or left to the decoder
     rollout: Literal["reencode", "latent"] = "reencode"  # decode and encode again, or stay in latent space
 
 
@@ -326,6 +327,14 @@ def contradictions(config: RunConfig) -> list[str]:
             getattr(training, f"lambda_{term}") == 0 or bool(families & set(acting)),
             f"training.lambda_{term}: acts on {', '.join(acting)} only, and no dataset is one -> set it to 0",
         )
+    require(
+        training.lambda_boundary == 0 or config.operator.walls == "free",
+        "training.lambda_boundary: acts on nothing while operator.walls is hard -> set it to 0, or the walls to free",
+    )
+    require(
+        training.lambda_boundary == 0 or config.operator.decoder != "unpatchify",
+        "training.lambda_boundary: unpatchify repeats its edge values outside the grid -> choose another decoder",
+    )
     for setting in ("loss_warmup_steps", "loss_frequency"):
         for term in getattr(training, setting):
             require(

@@ -158,6 +158,7 @@ def _spec(name, chosen: DatasetConfig, config: RunConfig, source: Source, train,
         input_std=inputs[1],
         output_mean=outputs[0],
         output_std=outputs[1],
+        zero_walls=source.family.zero_walls,
         parameter_mean=tuple(parameters.mean(axis=0).tolist()),
         parameter_std=tuple(np.where(spread > 0, spread, 1.0).tolist()),  # one single value: nothing to scale by
     )

@@ -75,6 +75,7 @@ FAMILIES: dict[str, Family] = {
             output_keys=("tensor",),
             time_dependent=False,
             periodic=(False, False),
+            zero_walls=True,
             domain=((0.0, 1.0), (0.0, 1.0)),
             time_range=(0.0, 0.0),
             parameter_names=("beta",),

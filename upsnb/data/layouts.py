@@ -36,6 +36,7 @@ class Family:
     default_reduction: int  # PDEBench's reduced_resolution
     default_reduction_t: int  # PDEBench's reduced_resolution_t
     pdebench_test_side: Literal["first", "last"]
+    zero_walls: bool = False  # outputs are zero in the ghost cells, half a cell outside the domain
     static_keys: tuple[str, ...] = ()  # datasets stored without a time axis
     check: Callable[["Header", h5py.File], list[str]] | None = None  # what only the field values can tell
 

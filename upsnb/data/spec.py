@@ -30,6 +30,7 @@ class DatasetSpec:
     output_std: tuple[float, ...]
     parameter_mean: tuple[float, ...]
     parameter_std: tuple[float, ...]
+    zero_walls: bool = False  # outputs are zero in the ghost cells around the grid
 
     @property
     def num_dims(self) -> int:

@@ -38,22 +38,17 @@ def neighbours(points_QS: Tensor, shape: tuple[int, ...], periodic: tuple[bool, 
         index (Q, 2^S) into the flattened grid; weight (Q, 2^S), summing to one; offset (Q, 2^S, S), point minus
         cell centre in cell widths. Beyond a closed edge the edge cell stands in, at its ghost's position.
     """
-    sizes = torch.tensor(shape, device=points_QS.device)
-    position = points_QS * sizes - 0.5
-    low = position.floor()
+    # axis by axis with plain numbers: a small tensor made here would be a copy to the device, and wait for it
+    position = [points_QS[:, axis] * size - 0.5 for axis, size in enumerate(shape)]
     index, weight, offset = [], [], []
     for corner in itertools.product((0, 1), repeat=len(shape)):
-        cell = low + torch.tensor(corner, device=points_QS.device)
-        offset.append(position - cell)
+        cells = [p.floor() + step for p, step in zip(position, corner)]
+        offset.append(torch.stack([p - cell for p, cell in zip(position, cells)], dim=-1))
         weight.append((1 - offset[-1].abs()).prod(-1))
-        cell = cell.long()
-        axes = [
-            cell[:, axis] % size if wraps else cell[:, axis].clamp(0, size - 1)
-            for axis, (size, wraps) in enumerate(zip(shape, periodic))
-        ]
-        flat = axes[0]
-        for axis, size in enumerate(shape[1:], start=1):
-            flat = flat * size + axes[axis]
+        flat = 0
+        for cell, size, wraps in zip(cells, shape, periodic):
+            cell = cell.long()
+            flat = flat * size + (cell % size if wraps else cell.clamp(0, size - 1))
         index.append(flat)
     return torch.stack(index, 1), torch.stack(weight, 1), torch.stack(offset, 1)
 

@@ -41,6 +41,7 @@ class UPS(nn.Module):
         dim = latent.dim
         self.specs = specs
         self.latent_rollout = operator.rollout == "latent"
+        self.hard_walls = operator.walls == "hard"
         self.encoders = nn.ModuleDict({n: build_encoder(operator, s, dim) for n, s in specs.items()})
         self.conditions = nn.ModuleDict({n: Condition(s.num_parameters) for n, s in specs.items()})
         self.operator = Operator(operator.pdet, dim, CONDITION_DIM)
@@ -107,10 +108,23 @@ class UPS(nn.Module):
             change = self.decoders[name](z_BLD, tuple(fields.shape[3:])).unflatten(1, frames)
         else:
             change = self.decoders[name].at(z_BLD, points).unflatten(1, frames)
+        if spec.zero_walls and self.hard_walls:
+            change = self._hold_walls(name, change, tuple(fields.shape[3:]), points)
         if not spec.time_dependent:
             return change
         last = fields[:, -1:]
         return change + (last if points is None else sample_at(last, points, spec.periodic))
+
+    def _hold_walls(self, name: str, values: Tensor, shape: tuple[int, ...], points: Tensor | None) -> Tensor:
+        """Normalised values whose physical counterpart falls to exactly zero in the ghost cells around the grid.
+
+        The decoder then learns a field that is smooth up to the wall, and the known boundary layer is put on top.
+        """
+        factor = wall_factor(grid_points(shape, values.device) if points is None else points, shape, self.specs[name])
+        factor = factor.unflatten(0, shape) if points is None else factor
+        zero = self.constant(name, "output_mean") / self.constant(name, "output_std")
+        zero = zero.reshape(1, 1, -1, *(1,) * (values.dim() - 3))
+        return factor * (values + zero) - zero
 
     def reconstruct(self, name: str, z_BLD: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Latent tokens to the normalised fields they encode, (B, T_in, C_in, *shape)."""
@@ -171,6 +185,15 @@ class UPS(nn.Module):
                 break
             x = torch.cat((x, frames[-1]), dim=1)[:, -spec.input_frames :]
         return self.denormalise(name, torch.cat(frames, dim=1)[:, :num_frames])
+
+
+def wall_factor(points_QS: Tensor, shape: tuple[int, ...], spec: DatasetSpec) -> Tensor:
+    """One inside, zero in the ghost cells half a cell outside the domain, with a layer one token wide, (Q,)."""
+    factor = torch.ones_like(points_QS[:, 0])
+    for x, size, tokens in zip(points_QS.unbind(-1), shape, spec.token_grid):
+        for distance in (x + 0.5 / size, 1 - x + 0.5 / size):
+            factor = factor * -torch.expm1(-distance * tokens)
+    return factor
 
 
 def count_parameters(module: nn.Module) -> int:
