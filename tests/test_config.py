@@ -22,6 +22,7 @@ OTHER = {  # a valid value that is not the default, for settings whose type does
 OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesConfig.model_fields}
 NEEDS = {  # other settings without which a value would contradict the rest
     "operator.encoder": {"operator.decoder": "cross_attention"},
+    "training.lambda_boundary": {"operator.walls": "free"},
     "operator.rollout": {"training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0},
 }
 
@@ -151,6 +152,8 @@ def test_hinted_number_is_a_number_to_yaml(text):
         ({"training": {"lambda_relative": 0.0}}, "every loss weight is 0"),
         ({"training": {"loss_frequency": {"spectrl": 2}}}, "did you mean spectral?"),
         ({"operator": {"rollout": "latent"}}, "latent needs training.lambda_forward > 0"),
+        ({"training": {"lambda_boundary": 1.0}}, "acts on nothing while operator.walls is hard"),
+        ({"training": {"lambda_relative": 0.0, "lambda_positivity": 1.0}}, "nothing would train on it"),
     ],
 )
 def test_contradictions_name_the_setting(values, said):

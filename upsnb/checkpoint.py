@@ -54,7 +54,9 @@ def save(folder: Path, state: dict, best: bool) -> Path:
         temporary.unlink(missing_ok=True)
     index = _index(folder)
     if index["latest"] != name:
-        index["previous"], index["latest"] = index["latest"], name
+        if _is_whole(folder, index, index["latest"]):  # a damaged one must not push out the one that was resumed from
+            index["previous"] = index["latest"]
+        index["latest"] = name
     if best:
         index["best"] = name
     index["files"][name] = digest
@@ -90,6 +92,11 @@ def load(folder: Path, which: str = "latest", device: torch.device | str = "cpu"
     if damaged:
         raise RunError(f"{folder / CHECKPOINTS}: no whole checkpoint ({'; '.join(damaged)}) -> start the run anew")
     return None
+
+
+def _is_whole(folder: Path, index: dict, name: str | None) -> bool:
+    path = folder / CHECKPOINTS / str(name)
+    return path.is_file() and _sha256(path) == index["files"].get(name)
 
 
 def _sha256(path: Path) -> str:

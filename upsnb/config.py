@@ -229,10 +229,16 @@ class StageConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
 
 
+class OperatorStageConfig(StageConfig):
+    """The stage that trains encoder, operator and decoder; no run is without it."""
+
+    epochs: PositiveInt = 10  # passes over the largest dataset
+
+
 class StagesConfig(Section):
     """Training stages in their order."""
 
-    operator: StageConfig = StageConfig(epochs=10)
+    operator: OperatorStageConfig = OperatorStageConfig()
     diff_residual: StageConfig = StageConfig()
     consistency_distill: StageConfig = StageConfig()
 
@@ -322,7 +328,8 @@ def contradictions(config: RunConfig) -> list[str]:
                 f"input_frames == output_frames, found {dataset.input_frames} and {dataset.output_frames}",
             )
     families = {dataset.family for dataset in config.data.datasets.values()}
-    for term, acting in {**dict.fromkeys(TIME_TERMS, ("advection1d",)), **PHYSICS_TERMS}.items():
+    acting_on = {**dict.fromkeys(TIME_TERMS, ("advection1d",)), **PHYSICS_TERMS}
+    for term, acting in acting_on.items():
         require(
             getattr(training, f"lambda_{term}") == 0 or bool(families & set(acting)),
             f"training.lambda_{term}: acts on {', '.join(acting)} only, and no dataset is one -> set it to 0",
@@ -358,9 +365,15 @@ def contradictions(config: RunConfig) -> list[str]:
             "darcy2d" in families,
             "evaluation.symmetry_average: averages over the square's symmetries, and no dataset is a square problem",
         )
-    require(config.stages.operator.epochs > 0, "stages.operator.epochs: is 0 -> this stage trains the model, give it 1")
-    active = any(getattr(training, f"lambda_{term}") > 0 for term in LOSS_TERMS)
-    require(active, "training: every loss weight is 0 -> give at least one lambda_* a positive weight")
+    active = {term for term in LOSS_TERMS if getattr(training, f"lambda_{term}") > 0}
+    require(bool(active), "training: every loss weight is 0 -> give at least one lambda_* a positive weight")
+    for name, dataset in config.data.datasets.items():
+        idle = {term for term, families in acting_on.items() if dataset.family not in families}
+        require(
+            not active or bool(active - idle),
+            f"data.datasets.{name}: {', '.join(sorted(active))} act on other families only, so nothing would train on "
+            "it -> give training.lambda_relative a positive weight",
+        )
     require(
         training.inverse_loss_frequency == 1
         or any(getattr(training, f"lambda_{t}") > 0 for t in INVERSE_TERMS)

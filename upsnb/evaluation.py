@@ -48,11 +48,10 @@ def evaluate(
             continue
         share = samples[ranks.rank :: ranks.world_size]
         parts: dict[str, list] = {"model": [], "baseline": [], "rollout": [], "rollout_baseline": []}
-        static_mean = _training_mean(dataset) if not dataset.spec.time_dependent else None
         for start in range(0, len(share), config.samples_per_call):
             alive()
             chosen = share[start : start + config.samples_per_call]
-            for kind, forecast, truth, index in _forecasts(model, dataset, chosen, config, ranks.device, static_mean):
+            for kind, forecast, truth, index in _forecasts(model, dataset, chosen, config, ranks.device):
                 parts[kind].append(metrics.sample_statistics(forecast, truth, sample_index=index))
         gathered = parallel.all_gather_objects(ranks, parts)
         merged = {kind: [p for rank in gathered for p in rank[kind]] for kind in parts}
@@ -61,7 +60,7 @@ def evaluate(
     return results
 
 
-def _forecasts(model, dataset, chosen, config, device, static_mean) -> Iterator[tuple]:
+def _forecasts(model, dataset, chosen, config, device) -> Iterator[tuple]:
     """(kind, forecast, truth, sample index) of some samples, in physical units on the CPU."""
     spec = dataset.spec
     inputs, targets, parameters = read_samples(dataset, chosen, device)
@@ -69,7 +68,7 @@ def _forecasts(model, dataset, chosen, config, device, static_mean) -> Iterator[
     if not spec.time_dependent:
         forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
         yield "model", forecast.cpu(), targets.cpu(), index
-        yield "baseline", static_mean.expand_as(targets), targets.cpu(), index
+        yield "baseline", torch.from_numpy(dataset.training_mean).expand_as(targets), targets.cpu(), index
         return
     # one call from every start that leaves no gap and no overlap between forecasts, joined along time
     starts = range(0, inputs.shape[1] - spec.input_frames - spec.output_frames + 1, spec.output_frames)
@@ -108,13 +107,6 @@ def predict(model: UPS, dataset: Dataset, inputs, parameters, symmetry_average=F
 def roll_out(model: UPS, dataset: Dataset, given, parameters, num_frames: int) -> Tensor:
     """Self-fed forecast of `num_frames` frames, physical units."""
     return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames)
-
-
-def _training_mean(dataset: Dataset) -> Tensor:
-    """Mean target field of the training split: the baseline where there is no earlier frame to persist."""
-    train = dataset.splits["train"]
-    blocks = (torch.from_numpy(dataset.source.read(train[i : i + 64])[1]) for i in range(0, len(train), 64))
-    return metrics.mean_field(blocks)
 
 
 def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> dict:

@@ -199,7 +199,9 @@ class LossModule(nn.Module):
         if "inv_dec" in weights and spec.time_dependent:
             terms["inv_dec"] = latent_error(model.encode(name, grid_y), advanced)
         if "latent_norm" in weights:
-            terms["latent_norm"] = sum((part.float().square().mean() - 1).square() for part in (z, advanced))
+            terms["latent_norm"] = sum(
+                (part.float().square().mean((1, 2)) - 1).square().mean() for part in (z, advanced)
+            )
         if "latent_diversity" in weights:
             unit = nn.functional.normalize(z.float() - z.float().mean(1, keepdim=True), dim=-1)
             with torch.autocast(unit.device.type, enabled=False):

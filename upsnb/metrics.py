@@ -12,7 +12,7 @@ Fields are (B, T, C, *grid) in physical units with 1, 2 or 3 grid axes and the g
 Non-finite values are never skipped: one of them in a prediction makes every metric of its split NaN.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -162,28 +162,11 @@ def persistence(given: Tensor, num_frames: int) -> Tensor:
     """Forecast that the last given frame stays: (B, t, C, *grid) -> (B, num_frames, C, *grid), a view of `given`.
 
     The baseline of time-dependent problems, reported as `persistence_nrmse_mean`. A static problem (Darcy: coefficient
-    in, pressure out) has no earlier frame of its target; its baseline is `mean_forecast`, reported as
+    in, pressure out) has no earlier frame of its target; its baseline is the training split's mean field, reported as
     `baseline_nrmse_mean` beside `baseline_name`, never under persistence's key.
     """
     last = given[:, -1:]
     return last.expand(-1, num_frames, *last.shape[2:])
-
-
-def mean_field(targets: Iterable[Tensor]) -> Tensor:
-    """Mean over the samples of batches (B, T, C, *grid) of the training split: (T, C, *grid) float32."""
-    total, count = None, 0
-    for target in targets:
-        wide = target.float() if target.device.type == "mps" else target.double()
-        total = wide.sum(0) if total is None else total + wide.sum(0)
-        count += target.shape[0]
-    if total is None or count == 0:
-        raise DataError("no target to average -> pass at least one training batch")
-    return (total / count).float()
-
-
-def mean_forecast(training_mean: Tensor, num_samples: int) -> Tensor:
-    """The static baseline: every sample is predicted to be the training mean, (T, C, *grid) -> (B, T, C, *grid)."""
-    return training_mean.expand(num_samples, *training_mean.shape)
 
 
 def baseline_name(static: bool) -> str:

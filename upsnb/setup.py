@@ -192,6 +192,11 @@ class Setup:
 
         Random state is taken up where the number of ranks is the same.
         """
+        if len(state["optimizers"]) != len(self.optimizers):
+            raise RunError(
+                f"the checkpoint holds the state of {len(state['optimizers'])} optimizers and optimizer.name asks for "
+                f"{len(self.optimizers)} -> resume with the optimizer the run was started with"
+            )
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

@@ -148,7 +148,7 @@ class ResidentPairs:
 
 
 def residency(datasets: dict[str, Dataset], config: RunConfig) -> str:
-    """ "device" or "workers": what the config says, or what fits."""
+    """Where batches come from, "device" or "workers": what the config says, or what fits."""
     if config.data.residency != "auto":
         return config.data.residency
     total = sum(dataset.num_bytes for dataset in datasets.values())
@@ -165,6 +165,8 @@ class Loader:
         self.residency = residency(datasets, config)
         resident = self.residency == "device"
         self.reader = ResidentPairs(datasets, self.calls, self.device) if resident else None
+        self._coming: list[Microbatch] = []  # what the loader processes are to read next
+        self._workers = None if resident else self._start_workers()
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Batches from position `start` of an epoch; resuming there repeats and skips nothing."""
@@ -174,24 +176,28 @@ class Loader:
                 augment(batch, self.datasets[batch.dataset].family.name, microbatch, self.schedule.global_size)
             yield batch
 
-    def _read(self, microbatches: list[Microbatch]) -> Iterator[Batch]:
-        if self.reader is not None:
-            for microbatch in microbatches:
-                yield self.reader[microbatch]
-            return
+    def _start_workers(self) -> DataLoader:
         training = self.config.training
-        loader = DataLoader(
+        return DataLoader(
             PairReader(self.datasets, self.calls),
-            sampler=microbatches,
+            sampler=self._coming,
             batch_size=None,
             num_workers=training.num_workers,
             prefetch_factor=training.prefetch_factor if training.num_workers else None,
             # a forked copy of a process with CUDA or OpenMP threads may hang; forkserver starts clean
             multiprocessing_context="forkserver" if training.num_workers else None,
+            persistent_workers=training.num_workers > 0,  # starting them takes a second or more
             generator=torch.Generator(),  # else it draws from the state that drop-path uses, and resuming differs
         )
-        pin = training.pin_memory and self.device.type == "cuda"
-        for batch in loader:
+
+    def _read(self, microbatches: list[Microbatch]) -> Iterator[Batch]:
+        if self.reader is not None:
+            for microbatch in microbatches:
+                yield self.reader[microbatch]
+            return
+        self._coming[:] = microbatches
+        pin = self.config.training.pin_memory and self.device.type == "cuda"
+        for batch in self._workers:
             for key in ("inputs", "targets", "parameters"):
                 value = getattr(batch, key)
                 setattr(batch, key, (value.pin_memory() if pin else value).to(self.device, non_blocking=pin))

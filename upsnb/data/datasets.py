@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,14 @@ class Dataset:
         family = self.family
         channels = len(family.output_channels) + (0 if family.time_dependent else len(family.input_channels))
         return 4 * self.source.num_samples * len(self.frames) * channels * int(np.prod(self.source.grid_shape))
+
+    @cached_property
+    def training_mean(self) -> np.ndarray:
+        """Mean target of the training split, (T, C, *grid) float32: the forecast where no frame can persist."""
+        train = self.splits["train"]
+        blocks = (train[start : start + STATISTICS_SAMPLES] for start in range(0, len(train), STATISTICS_SAMPLES))
+        total = sum(self.source.read(block)[1].sum(axis=0, dtype=np.float64) for block in blocks)
+        return (total / len(train)).astype(np.float32)
 
     def pairs(self, split: str, calls: int = 1) -> np.ndarray:
         """All (sample, first frame) of a split that leave room for `calls` consecutive forecasts, (P, 2) int64."""
