@@ -106,10 +106,6 @@ def other_evaluations(folder: Path, data: Path) -> dict:
         fine, truth = (torch.from_numpy(part) for part in source.read(range(source.num_samples)))
         forecast = evaluation.predict(model, dataset, fine, torch.from_numpy(source.parameters))
         values["double_resolution"] = metrics.reduce(metrics.sample_statistics(forecast, truth))
-        # The same 16 samples at the training resolution: what the other resolution itself costs.
-        coarse, coarse_truth = (torch.nn.functional.avg_pool2d(x[:, 0], 2)[:, None] for x in (fine, truth))
-        forecast = evaluation.predict(model, dataset, coarse, torch.from_numpy(source.parameters))
-        values["double_resolution_averaged_down"] = metrics.reduce(metrics.sample_statistics(forecast, coarse_truth))
     return {
         f"{kind}_{key}": value
         for kind, result in values.items()

@@ -2,16 +2,18 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from upsnb import optimizers, overlays
 from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig
+from upsnb.data.generate import solve_darcy
 from upsnb.errors import ConfigError, DataError
 from upsnb.models.attention import Block
 from upsnb.models.geometry import grid_points
 from upsnb.models.operator import Operator
-from upsnb.models.ups import UPS, count_parameters
+from upsnb.models.ups import UPS, count_parameters, wall_factor
 from upsnb.setup import set_compile
 
 DECODERS = ("local_basis", "unpatchify", "cross_attention")
@@ -253,3 +255,25 @@ def test_the_default_config_can_be_built(make_spec):
     config = RunConfig()
     with torch.device("meta"):
         UPS(config.latent, config.operator, {}, True)
+
+
+def test_zero_walls_hold_in_the_ghost_cells_at_any_resolution(make_model, make_spec):
+    spec = make_spec("darcy2d", zero_walls=True)
+    model = make_model([spec])
+    for size in (16, 32):
+        fields = torch.rand(2, 1, 1, size, size)
+        ghosts = torch.tensor([[-0.5 / size, 0.3], [0.3, 1 + 0.5 / size], [1 + 0.5 / size, 0.7], [0.2, -0.5 / size]])
+        inside = torch.rand(6, 2)
+        pressure = model(spec.name, fields, torch.ones(2, 1), 0.0, torch.cat((ghosts, inside)))
+        assert pressure[..., :4].abs().max() < 1e-5
+        assert pressure[..., 4:].abs().min() > 1e-5
+
+
+def test_pressure_grows_with_the_square_of_the_width_between_ghost_cells(make_model, make_spec):
+    spec = make_spec("darcy2d", zero_walls=True, output_mean=(0.0,), output_std=(1.0,))
+    model, centre, one = make_model([spec]), torch.tensor([[0.5, 0.5]]), torch.ones(1, 1, 1, 1)
+    shapes = (64, 64), (16, 16)
+    held = [model._hold_walls(spec.name, one, shape, centre) / wall_factor(centre, shape, spec) for shape in shapes]
+    solved = [solve_darcy(np.ones(shape), 1.0).max() for shape in shapes]
+    assert (held[0] / held[1]).item() == pytest.approx(solved[0] / solved[1], rel=0.01)
+    assert held[1].item() == 1.0  # the training grid's own amplitude is what was learned

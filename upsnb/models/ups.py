@@ -5,6 +5,8 @@ After Universal Physics Transformers (arXiv 2402.12365), with tokens that keep t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -119,9 +121,14 @@ class UPS(nn.Module):
         """Normalised values whose physical counterpart falls to exactly zero in the ghost cells around the grid.
 
         The decoder then learns a field that is smooth up to the wall, and the known boundary layer is put on top.
+        Between ghost cells the problem on n cells is (n + 1) / n wide, and pressure grows with the square of the width:
+        another resolution than the training grid's is another amplitude, and the ratio is known.
         """
-        factor = wall_factor(grid_points(shape, values.device) if points is None else points, shape, self.specs[name])
-        factor = factor.unflatten(0, shape) if points is None else factor
+        spec = self.specs[name]
+        widths = [(1 + 1 / size) / (1 + 1 / trained) for size, trained in zip(shape, spec.grid_shape)]
+        amplitude = math.prod(widths) ** (2 / len(widths))
+        factor = wall_factor(grid_points(shape, values.device) if points is None else points, shape, spec)
+        factor = amplitude * (factor.unflatten(0, shape) if points is None else factor)
         zero = self.constant(name, "output_mean") / self.constant(name, "output_std")
         zero = zero.reshape(1, 1, -1, *(1,) * (values.dim() - 3))
         return factor * (values + zero) - zero
