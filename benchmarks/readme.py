@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a row of a table is one line here as there)
 """Write the measured tables of README.md and docs/model.md from the committed evidence in outputs/reference/.
 
 python benchmarks/readme.py          # rewrite the parts between `<!-- name -->` and `<!-- /name -->`

@@ -261,3 +261,9 @@ def test_training_notebook_takes_every_params_file(path):
         pytest.skip("there is no training notebook")
     passed, config = command.read_parameters(notebook, [path], [])
     assert passed.keys() <= {*RunConfig.model_fields, *overlays.PARAMETERS} and config == overlays.load(path)
+
+
+def test_measured_tables_are_what_the_evidence_says():
+    command = [sys.executable, str(ROOT / "benchmarks/readme.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
