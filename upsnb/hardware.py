@@ -76,7 +76,6 @@ def check_runnable(config: RunConfig, hardware: Hardware) -> None:
 _NOT_YET = {
     "training.cpu_offload_optimizer": "optimizer offload is not in this version -> set it to false",
     "training.use_fsdp2": "sharded training is not in this version -> set it to false",
-    "operator.pdet.use_activation_checkpoint": "activation checkpointing is not in this version -> set it to false",
     "stages.diff_residual.epochs": "the diffusion stage is not in this version -> set it to 0",
     "stages.consistency_distill.epochs": "the distillation stage is not in this version -> set it to 0",
 }

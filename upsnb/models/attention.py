@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 NUM_MODULATIONS = 4  # scale and shift, before attention and before the MLP
 
@@ -113,6 +114,7 @@ class Block(nn.Module):
         self.modulation_offset = nn.Parameter(torch.zeros(NUM_MODULATIONS, dim))
         # A tensor: the compiler makes a graph of its own for each plain number, and stops at 8 blocks.
         self.drops = drop_path > 0
+        self.recompute_attention = self.recompute_mlp = False  # set_checkpointing
         self.register_buffer("drop_path", torch.tensor(float(drop_path)), persistent=False)
         for output in (self.attention.output, self.mlp.down):  # a new block is the identity
             nn.init.zeros_(output.weight)
@@ -121,8 +123,21 @@ class Block(nn.Module):
     def forward(self, x_BLD: Tensor, modulation_BMD: Tensor, table) -> Tensor:
         """(B, L, D) -> (B, L, D)."""
         scale_a, shift_a, scale_m, shift_m = (modulation_BMD + self.modulation_offset).unsqueeze(2).unbind(1)
-        x_BLD = x_BLD + self._thin(self.attention(self.attention_norm(x_BLD) * (1 + scale_a) + shift_a, table))
-        return x_BLD + self._thin(self.mlp(self.mlp_norm(x_BLD) * (1 + scale_m) + shift_m))
+        x_BLD = x_BLD + self._thin(self._run(self._attend, self.recompute_attention, x_BLD, scale_a, shift_a, table))
+        return x_BLD + self._thin(self._run(self._feed, self.recompute_mlp, x_BLD, scale_m, shift_m))
+
+    def _attend(self, x_BLD: Tensor, scale: Tensor, shift: Tensor, table) -> Tensor:
+        return self.attention(self.attention_norm(x_BLD) * (1 + scale) + shift, table)
+
+    def _feed(self, x_BLD: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return self.mlp(self.mlp_norm(x_BLD) * (1 + scale) + shift)
+
+    def _run(self, part, recompute: bool, *inputs) -> Tensor:
+        """Call a part, keeping its activations for backward or only its inputs (arXiv 1604.06174)."""
+        if not (recompute and torch.is_grad_enabled()):
+            return part(*inputs)
+        # No randomness inside the parts (drop-path stays outside), so no random state is kept either.
+        return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def _thin(self, update: Tensor) -> Tensor:
         """Stochastic depth per sample (arXiv 1603.09382)."""

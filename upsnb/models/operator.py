@@ -22,8 +22,21 @@ class Operator(nn.Module):
         self.blocks = nn.ModuleList(
             Block(dim, config.num_heads, config.mlp_ratio, config.qk_norm, rate, config.attention) for rate in rates
         )
+        self.set_checkpointing(config)
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, latent_dim)
+
+    def set_checkpointing(self, config: PdetConfig) -> None:
+        """Choose which parts of which blocks are computed again in backward; may be called between any two steps."""
+        for number, block in enumerate(self.blocks):
+            on = config.use_activation_checkpoint and number % config.checkpoint_every == 0
+            block.recompute_attention = on and config.checkpoint_parts in ("all", "attention")
+            block.recompute_mlp = on and config.checkpoint_parts in ("all", "mlp")
+
+    def set_attention(self, backend: str) -> None:
+        """Choose the attention kernel; parameters and results stay, rounding may not."""
+        for block in self.blocks:
+            block.attention.backend = backend
 
     def forward(self, z_BLD: Tensor, condition_BD: Tensor, table) -> Tensor:
         """(B, L, D_latent) -> (B, L, D_latent)."""
