@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from upsnb import losses, metrics
-from upsnb.config import LOSS_TERMS, QuerySamplingConfig, TrainingConfig
+from upsnb.config import QuerySamplingConfig, TrainingConfig
 from upsnb.data.batches import Batch
 from upsnb.data.generate import draw_permeability, solve_darcy
 from upsnb.losses import LossModule, active_terms, relative_error, spectral_error, wall_points
 from upsnb.models.geometry import grid_points
+from upsnb.rules import LOSS_TERMS
 
 PREDICTING = {"encoders", "conditions", "operator", "decoders"}
 # term: (dataset, modules with a gradient from it alone); the rest must have exactly none

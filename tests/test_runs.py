@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from upsnb import overlays, processes, runs
+from upsnb import files, overlays, processes, runs
 from upsnb.config import RunConfig
 from upsnb.errors import RunError, RunFailed
 
@@ -72,7 +72,7 @@ def test_full_disk_costs_the_reserve_and_not_the_manifest(folder, monkeypatch):
     real, calls = os.replace, []
 
     def full(source, target):
-        if (folder / runs.RESERVE).exists():
+        if (folder / files.RESERVE).exists():
             raise OSError(28, "No space left on device")
         calls.append(target)
         real(source, target)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from upsnb.config import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS, TrainingConfig
+from upsnb.config import TrainingConfig
 from upsnb.data.batches import Batch
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.ups import UPS
+from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS
 
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
 WITHOUT_DECODER = WITHOUT_OPERATOR | {"forward", "latent_norm"}  # need no field out of the advanced latent

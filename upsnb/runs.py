@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,60 +19,20 @@ from upsnb.errors import RunError, RunFailed
 from upsnb.events import EventWriter as EventWriter  # so that `runs` is all a worker needs
 from upsnb.events import Heartbeat as Heartbeat
 from upsnb.events import Tail, read_events, read_heartbeats
+from upsnb.files import fill_reserve, locked
+from upsnb.files import write_json as write_json
 from upsnb.processes import is_alive
 
 FORMAT = 1  # version of manifest.json and control.json
 CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
 CHECKPOINTS = "checkpoints"
-RESERVE = ".reserve"  # given up when the disk is full, so that the end can still be written down
-RESERVE_BYTES = 1 << 20
 ALIVE = ("starting", "running", "stopping")
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
 STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
 SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's name in the manifest
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
-def write_json(path: Path, value, last_words: bool = False) -> None:
-    """Replace a JSON file in one step: a reader sees the old content or the new, never half of it.
-
-    Args:
-        last_words: on a full disk give up the folder's reserve and try once more; only for how a run ended.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    for attempt in (1, 2):
-        try:
-            with open(temporary, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # network disks report a full disk no earlier
-            os.replace(temporary, path)
-            return
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == 2 or not last_words:
-                raise
-            (path.parent / RESERVE).unlink(missing_ok=True)
-
-
-def fill_reserve(folder: Path) -> None:
-    """Set a little disk space aside; random bytes, because a compressing file system keeps no room for zeros."""
-    path = folder / RESERVE
-    if not path.exists():
-        with contextlib.suppress(OSError):
-            path.write_bytes(os.urandom(RESERVE_BYTES))
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One reader-modifier-writer at a time, across threads and processes."""
-    with open(folder / ".lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+# -- manifest -----------------------------------------------------------------------------------------------------
 
 
 def read_manifest(folder: Path) -> dict:
@@ -94,7 +51,7 @@ def read_manifest(folder: Path) -> dict:
 def update_manifest(folder: Path, last_words: bool = False, **changes) -> dict:
     """Change top-level entries of the manifest; safe beside other writers."""
     folder = Path(folder)
-    with _locked(folder):
+    with locked(folder):
         manifest = {**read_manifest(folder), **changes}
         write_json(folder / MANIFEST, manifest, last_words)
     return manifest
@@ -223,7 +180,7 @@ def write_control(folder: Path | str, overlay: dict | None, command: str | None 
         command: rides along with this revision only; "stop" stays.
     """
     folder = Path(folder)
-    with _locked(folder):  # two panels that click at once must not write the same revision
+    with locked(folder):  # two panels that click at once must not write the same revision
         old = read_control(folder)
         command = STOP if old.command == STOP else command  # a click just after it must not undo a stop
         new = Control(old.revision + 1, dict(old.overlay if overlay is None else overlay), command)
@@ -301,6 +258,33 @@ class Run:
     def events(self, kinds=None, rank: int = 0) -> list[dict]:
         """All events so far, or those of some kinds."""
         return read_events(self.folder, kinds, rank)
+
+    def update(self, overlay: dict) -> int:
+        """Ask for settings to change at the next step boundary, on top of what was asked before.
+
+        Args:
+            overlay: in any written form; `{}` changes nothing. `back_to_start` drops all changes.
+        Returns:
+            The revision that the `flip` event will name once it is applied, or refused.
+        Raises:
+            ConfigError: a setting that does not exist; nothing was asked.
+        """
+        from upsnb import overlays
+
+        flat = overlays.flatten(overlay)
+        overlays.apply(self.config, {**read_control(self.folder).overlay, **flat}, "the update")
+        return write_control(self.folder, {**read_control(self.folder).overlay, **flat}).revision
+
+    def flip(self, phase: str, on: bool) -> int:
+        """Ask for a phase to be switched on or off; returns the revision, as `update` does."""
+        from upsnb import phases  # loads torch, which readers of a run do not need
+
+        chosen = phases.BY_NAME[phase]
+        return self.update(chosen.on if on else chosen.off)
+
+    def back_to_start(self) -> int:
+        """Ask for the config that the run was started with."""
+        return write_control(self.folder, {}).revision
 
     def stop(self) -> None:
         """Ask the run to finish its step, save and end; returns at once."""

@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from upsnb import runs, verdict
+from upsnb import files, runs, verdict
 from upsnb.processes import MARK, SEGMENT, kill_marked, marked, process_identity
 from upsnb.verdict import Verdict
 
@@ -181,7 +181,7 @@ class Supervisor:
         for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
             for path in self.folder.glob(pattern):
                 path.unlink()
-        runs.fill_reserve(self.folder)
+        files.fill_reserve(self.folder)
         segments = runs.read_manifest(self.folder)["segments"]
         segment = {"number": len(segments), "started": time.time(), "restarts": restarts, "step": max(steps, default=0)}
         events = runs.EventWriter(self.folder)  # rank 0 is not there yet, so this process may write its file
