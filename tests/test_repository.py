@@ -35,16 +35,17 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 ORDER = """
-    errors config overlays hardware
+    errors rules config overlays hardware
     data.spec data.layouts data.families data.generate data.download data.datasets data.batches
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
     losses metrics optimizers phases
-    processes events runs parallel checkpoint
-    setup evaluation timing training pipeline worker verdict supervisor launch
+    files processes events runs parallel checkpoint
+    setup evaluation timing steplog flips training pipeline worker verdict supervisor launch
     compare memory profiling figure_style figures drawings report progress panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject
     "config": "every setting of a run in one place, to be read like a table",
+    "training": "one loop",
 }
 MOST_LINES, MOST_LINES_OF_LONG = 350, 500
 

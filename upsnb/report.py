@@ -14,6 +14,7 @@ from upsnb.data.datasets import Dataset
 from upsnb.drawings import RunFigures, end_of_last_launch, read_evaluation
 from upsnb.events import without_nonfinite
 from upsnb.figure_style import save
+from upsnb.phases import PHASES, is_on
 from upsnb.runs import Run, write_json
 
 FORMAT = 1
@@ -86,7 +87,7 @@ def train_report(run: Run) -> dict:
         "time_to_first_step_s": _first(events, "first_step", "since_launch_s"),
         "train_time_s": end.get("train_time_s"),
         "peak_memory_gib": max(memory, default=None),
-        "phases_on": [],  # no phase exists in this version; `settings` says what was changed
+        "phases_on": _phases_on(events, config),
         "phases_skipped": manifest["phases_skipped"],
         "datasets": _scalar_metrics(evaluation),
         # what the numbers above rest on
@@ -111,6 +112,12 @@ def train_report(run: Run) -> dict:
     report = without_nonfinite(report)
     write_json(run.folder / REPORT, report)
     return report
+
+
+def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
+    """Phases that were on at the end: as the last obeyed flip left them, else as the run was started."""
+    flips = [event for event in events if event["kind"] == "flip" and event["applied"]]
+    return flips[-1]["phases_on"] if flips else [phase.name for phase in PHASES if is_on(phase, config)]
 
 
 def _scalar_metrics(evaluation: dict) -> dict:

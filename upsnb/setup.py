@@ -10,16 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from upsnb import checkpoint, optimizers, parallel
+from upsnb import checkpoint, hardware, optimizers, overlays, parallel
 from upsnb import config as configs
-from upsnb.config import INVERSE_TERMS, RunConfig
+from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, Loader
 from upsnb.data.datasets import Dataset, ensure_generated, open_dataset
 from upsnb.data.spec import DatasetSpec
-from upsnb.errors import RunError
+from upsnb.errors import ConfigError, RunError
 from upsnb.losses import WITHOUT_DECODER, WITHOUT_OPERATOR, LossModule, active_terms
 from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
+from upsnb.phases import HOT, LOADER
+from upsnb.rules import INVERSE_TERMS
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": None}
 
@@ -85,16 +87,69 @@ class Setup:
         model = build_model(config, datasets).to(device)
         torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
         generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
-        if training.compile:
-            set_compile(model, training.compile_mode)
+        set_compile(model, training.compile_mode if training.compile else None)
         module = LossModule(model, training, generator, touch_all=ranks.world_size > 1)
         loss = parallel.wrap_ddp(module, ranks)
         made = optimizers.build(model, config.stages.operator.optimizer or config.optimizer)
-        scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype(config) == torch.float16)
+        scaler = build_scaler(config, device)
         ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
         lap("model")
         plateau = optimizers.Plateau(config.stages.operator.scheduler)
         return cls(config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s)
+
+    def update(self, new: RunConfig) -> None:
+        """Make this the setup of another config, between two steps; only what depends on a changed setting is touched.
+
+        Weights, moments, averages and random states stay. Undoing is an update to the old config.
+
+        Raises:
+            ConfigError: a changed setting cannot change while training runs; nothing was changed.
+        """
+        changed = set(overlays.difference(self.config, new))
+        cold = sorted(path for path in changed if not path.startswith(HOT))
+        if cold or needs_inverse_heads(new) != needs_inverse_heads(self.config):
+            cold = cold or ["training.lambda_inv_enc, training.lambda_inv_dec"]
+            raise ConfigError(
+                [f"{path}: cannot change while training runs -> start a run with it" for path in cold], "the update"
+            )
+        hardware.check_runnable(new, hardware.detect())
+        old = self.config
+        try:
+            self._apply(new, changed)
+        except Exception:
+            self._apply(old, changed)
+            raise
+
+    def _apply(self, new: RunConfig, changed: set[str]) -> None:
+        """Bring every part that depends on a changed setting to the new config."""
+
+        def touches(*prefixes: str) -> bool:
+            return any(path.startswith(prefixes) for path in changed)
+
+        training, ranks = new.training, self.ranks
+        if touches(*LOADER):  # first, because it may refuse: too few pairs for a larger batch
+            self.loader = Loader(self.datasets, new, ranks.rank, ranks.world_size, ranks.device, self.loader)
+        if touches("operator.pdet."):
+            self.model.operator.set_checkpointing(new.operator.pdet)
+            self.model.operator.set_attention(new.operator.pdet.attention)
+        if touches("training.compile"):
+            set_compile(self.model, training.compile_mode if training.compile else None)
+        if amp_dtype(new) != amp_dtype(self.config):
+            self.scaler = build_scaler(new, ranks.device)
+        if touches("optimizer", "stages.operator.optimizer"):
+            self._rebuild_optimizers(new)
+        self._loss_module.config = training
+        self.config = new
+
+    @property
+    def _loss_module(self) -> LossModule:
+        return self.loss.module if self.ranks.world_size > 1 else self.loss
+
+    def _rebuild_optimizers(self, new: RunConfig) -> None:
+        """New optimizers under new settings, with the moments of the old ones."""
+        made = optimizers.build(self.model, new.stages.operator.optimizer or new.optimizer)
+        load_moments(made, [optimizer.state_dict() for optimizer in self.optimizers])
+        self.optimizers = made
 
     def step(self, batches: list[Batch], step: int, microbatch: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """One optimizer step over its microbatches.
@@ -192,17 +247,8 @@ class Setup:
 
         Random state is taken up where the number of ranks is the same.
         """
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise RunError(
-                f"the checkpoint holds the state of {len(state['optimizers'])} optimizers and optimizer.name asks for "
-                f"{len(self.optimizers)} -> resume with the optimizer the run was started with"
-            )
+        load_moments(self.optimizers, state["optimizers"])
         self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)  # moments; its learning rates and decay are the old config's
-            for group, own in zip(optimizer.param_groups, settings, strict=True):
-                group.update(own)
         if state["scaler"]:  # empty where the saved run needed none
             self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
@@ -218,13 +264,39 @@ class Setup:
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
 
 
-def set_compile(model: UPS, mode: str) -> None:
-    """Compile the repeated parts in place, so that no parameter changes its name (`block.compile()`).
+def build_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
+    """Loss scaling for float16; does nothing for other dtypes."""
+    return torch.amp.GradScaler(device.type, enabled=amp_dtype(config) == torch.float16)
 
-    Shapes are static per dataset: one graph each, and a new shape in evaluation is one graph more.
+
+def set_compile(model: UPS, mode: str | None) -> None:
+    """Compile the repeated parts in place, so that no parameter changes its name (`block.compile()`); None: undo.
+
+    Shapes are static per dataset: one graph each. What was compiled before is found again, not compiled again.
     """
     for module in (*model.operator.blocks, *model.encoders.values(), *model.decoders.values()):
-        module.compile(mode=None if mode == "default" else mode, dynamic=False)
+        if mode is None:
+            module._compiled_call_impl = None  # where Module.compile puts it; there is no public way back
+        else:
+            module.compile(mode=None if mode == "default" else mode, dynamic=False)
+
+
+def load_moments(made: list[torch.optim.Optimizer], saved: list[dict]) -> None:
+    """Give optimizers the state of others over the same parameters; learning rates and decay stay their own.
+
+    Raises:
+        RunError: the states are of other optimizers.
+    """
+    if len(saved) != len(made):
+        raise RunError(
+            f"there is the state of {len(saved)} optimizers and optimizer.name asks for {len(made)} -> "
+            "go on with the optimizer the run was started with"
+        )
+    for optimizer, state in zip(made, saved, strict=True):
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        optimizer.load_state_dict(state)
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
 
 
 def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:

@@ -20,7 +20,6 @@ class StepClock:
         self.first_step: int | None = None
         self.first_done = math.nan
         self.unsteady_until = 0
-        self._count = 0
 
     def _mark(self):
         if self.device.type != "cuda":
@@ -40,6 +39,11 @@ class StepClock:
         """Something that is no step happened: the next step starts now and is not steady."""
         self.ends.append(("restart", self._mark()))
         self.interrupted = True
+
+    def settle(self, step: int) -> None:
+        """The computation changed: the next few steps warm it up."""
+        self.unsteady_until = max(self.unsteady_until, step + WARMUP_STEPS)
+        self.interrupt()
 
     def read(self, wait: bool) -> tuple[float, float] | None:
         """(seconds since start, milliseconds) of the oldest finished step; None if the device is not there yet."""

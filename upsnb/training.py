@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +12,15 @@ import torch
 
 from upsnb import checkpoint, evaluation, hardware, optimizers, parallel, runs
 from upsnb import config as configs
-from upsnb.config import RunConfig
+from upsnb.config import OperatorStageConfig, RunConfig
+from upsnb.data.batches import Schedule
 from upsnb.events import without_nonfinite
+from upsnb.flips import Flips
 from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
 from upsnb.runs import EventWriter, Heartbeat
 from upsnb.setup import Setup
+from upsnb.steplog import StepLog
 from upsnb.timing import StepClock, num_graphs, peak_memory_gib
 
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
@@ -52,21 +54,34 @@ class Loop:
     """One segment of a run on one rank."""
 
     def __init__(self, config: RunConfig, folder: Path, ranks: Ranks, events: EventWriter, heartbeat: Heartbeat):
-        self.config, self.folder, self.ranks, self.events, self.heartbeat = config, folder, ranks, events, heartbeat
+        self.folder, self.ranks, self.events, self.heartbeat = folder, ranks, events, heartbeat
         self.launched = time.perf_counter()
         self.setup = Setup.build(config, runs.project_root(), ranks, self._say)
-        self.stage = config.stages.operator
+        self.flips = Flips(config, self.setup, ranks, events)
         self.position = Position()
-        self._resume()
-        per_step = config.training.accum_steps
-        self.steps_per_epoch = max(1, self.setup.loader.schedule.num_microbatches // per_step)
-        self.total_steps = self.stage.epochs * self.steps_per_epoch
-        self.samples_per_step = config.training.batch_size * per_step * ranks.world_size
+        self._plan()
         self.clock = StepClock(ranks.device)
-        self.pending: deque = deque()  # step events whose numbers are still on the device
-        self.control_revision = -1
+        self.log = StepLog(events, self.clock, self.flips.observe)
+        self.announced_first = False
+        self._resume()
         self.validated_step = -1
         self._announce()
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run does now; a flip changes it."""
+        return self.setup.config
+
+    @property
+    def stage(self) -> OperatorStageConfig:
+        return self.config.stages.operator
+
+    def _plan(self) -> None:
+        """Lengths that follow from batch, accumulation and epochs."""
+        training = self.config.training
+        self.steps_per_epoch = self.setup.loader.schedule.num_microbatches // training.accum_steps
+        self.total_steps = self.stage.epochs * self.steps_per_epoch  # as if nothing were changed on the way
+        self.samples_per_step = training.batch_size * training.accum_steps * self.ranks.world_size
 
     # -- start ------------------------------------------------------------------------------------------------------
 
@@ -81,6 +96,7 @@ class Loop:
             return
         self.setup.load_state_dict(state["setup"])
         self.position = Position(**state["position"])
+        self.log.time_before_s = self.position.elapsed_s
         self._say(f"resumed at step {self.position.step}")
 
     def _announce(self) -> None:
@@ -134,7 +150,7 @@ class Loop:
         reason = self._agree()
         while reason is None:
             reason = self._epoch()
-        self._drain(everything=True)
+        self.log.drain(everything=True)
         return reason
 
     def _epoch(self) -> str | None:
@@ -149,31 +165,54 @@ class Loop:
             self._step(microbatches, wait_ms)
             if position.step % self.config.checkpoint.interval == 0:
                 self._save(best=False)
+            schedule = self.setup.loader.schedule
             reason = self._agree()
-            if reason not in (None, "epochs"):
+            if reason is not None:
                 return reason
+            if self.setup.loader.schedule is not schedule:
+                return self._continue_epoch(schedule)
         position.epoch, position.microbatch = position.epoch + 1, 0
-        finished = position.step >= self.total_steps
+        finished = position.epoch >= self.stage.epochs
         due = finished or position.epoch % self.config.evaluation.every_epochs == 0
         impatient = self._validate() if due else None
         return "epochs" if finished else impatient
 
+    def _continue_epoch(self, old: Schedule) -> None:
+        """Find the place of the old schedule in the new one: as many whole turns of all datasets as fit what was seen.
+
+        The order of an epoch is the same whatever the batch, so no more than a part of one microbatch comes twice.
+        """
+        position, new = self.position, self.setup.loader.schedule
+        seen = position.microbatch // len(old.pairs) * old.global_size
+        position.microbatch = min(seen // new.global_size * len(new.pairs), new.num_microbatches)
+
     def _agree(self) -> str | None:
         """Rank 0 reads clock and control file; all ranks learn the same and decide the same."""
         limit = self.config.training.time_limit_s
-        message = torch.zeros(2, dtype=torch.float64)
+        message, control = torch.zeros(4, dtype=torch.float64), runs.Control()
         if self.ranks.rank == 0:
             control = runs.read_control(self.folder)
-            by_steps = self.position.step / self.total_steps
+            turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
+            by_epochs = (self.position.epoch + turns) / self.stage.epochs
             by_clock = self._elapsed() / limit if limit else 0.0
-            message[0] = max(by_steps, by_clock)
-            message[1] = control.command == runs.STOP
-        self.progress, stop = parallel.broadcast_control(self.ranks, message).tolist()
+            asked = control.command == runs.STOP, control.revision
+            message[:] = torch.tensor([max(by_epochs, by_clock), by_clock >= 1, *asked])
+        self.progress, time_is_up, stop, revision = parallel.broadcast_control(self.ranks, message).tolist()
         if stop:
             return "stopped"
-        if self.progress >= 1.0:
-            return "epochs" if self.position.step >= self.total_steps else "time"
-        return None
+        if revision > self.flips.revision:
+            self._flip(int(revision), control.overlay)
+        if time_is_up:
+            return "time"
+        return "epochs" if self.position.epoch >= self.stage.epochs else None  # of a run resumed at its end
+
+    def _flip(self, revision: int, overlay: dict) -> None:
+        """Apply what was asked for, here and on all other ranks."""
+        if self.ranks.rank == 0:
+            self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
+        if self.flips.apply(revision, overlay, self.position.step):
+            self._plan()
+            self.clock.settle(self.position.step)
 
     def _beat(self) -> None:
         self.heartbeat.beat(self.position.step)
@@ -191,44 +230,21 @@ class Loop:
         loss, terms, norm = setup.step(batches, position.step, done)
         position.step += 1
         position.microbatch += len(batches)
-        compiled = num_graphs() - graphs
-        self.clock.step()
-        if self.ranks.rank == 0:
-            names = {batch.dataset for batch in batches}
-            self.pending.append((position.step, position.epoch, names, wait_ms, compiled, rate, loss, terms, norm))
-            self._drain()
-        else:
-            self.clock.ends.clear()  # nobody reads them here, and on CUDA each is an event of the driver
-
-    def _drain(self, everything: bool = False) -> None:
-        """Write the step events whose numbers the device has finished; never waits unless asked for everything."""
-        while self.pending:
-            measured = self.clock.read(wait=everything)
-            if measured is None:
-                return
-            step, epoch, names, wait_ms, compiled, rate, loss, terms, norm = self.pending.popleft()
-            time_s, step_ms = measured
-            losses = {term: float(value) for term, value in terms.items()}
-            self.events.write(
-                "step",
-                step,
-                epoch=epoch,
-                time_s=round(self.position.elapsed_s + time_s, 4),
-                step_time_ms=round(step_ms, 3),
-                samples_per_s=round(self.samples_per_step / step_ms * 1e3, 3),
-                data_wait_ms=round(wait_ms, 3),
-                datasets=sorted(names),
-                loss=float(loss),
-                losses=losses,
-                gradient_norm=float(norm),
-                learning_rate=rate,
-                peak_memory_gib=round(peak_memory_gib(self.ranks.device), 4),
-                steady=self.clock.is_steady(step, compiled),
-            )
-            if compiled:
-                self.events.write("compile", step, graphs=compiled, duration_s=round(step_ms / 1e3, 3))
-            if step == self.clock.first_step:
-                self.events.write("first_step", step, since_launch_s=round(self.clock.first_done - self.launched, 3))
+        if self.ranks.rank != 0:
+            return
+        known = {
+            "step": position.step,
+            "epoch": position.epoch,
+            "data_wait_ms": round(wait_ms, 3),
+            "datasets": sorted({batch.dataset for batch in batches}),
+            "learning_rate": rate,
+            "graphs": num_graphs() - graphs,
+        }
+        self.log.add(known, loss, terms, norm, self.samples_per_step)
+        if self.clock.first_step is not None and not self.announced_first:
+            self.announced_first = True
+            since_launch_s = self.clock.first_done - self.launched
+            self.events.write("first_step", self.clock.first_step, since_launch_s=round(since_launch_s, 3))
 
     # -- validation and checkpoints ----------------------------------------------------------------------------------
 
@@ -246,7 +262,7 @@ class Loop:
             position.best, position.best_step = score, position.step
         self.setup.plateau.update(score)
         if self.ranks.rank == 0:
-            self._drain(everything=True)
+            self.log.drain(everything=True)
             self.events.write(
                 "eval",
                 position.step,
@@ -278,7 +294,7 @@ class Loop:
         """Write a checkpoint; all ranks enter because each hands in its random state."""
         setup_state = self.setup.state_dict()
         if self.ranks.rank == 0:
-            self._drain(everything=True)
+            self.log.drain(everything=True)
             started = time.perf_counter()
             position = {**vars(self.position), "elapsed_s": self._elapsed()}
             state = {

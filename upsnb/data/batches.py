@@ -158,13 +158,26 @@ def residency(datasets: dict[str, Dataset], config: RunConfig) -> str:
 class Loader:
     """Batches of one epoch after another, on the device, augmented; remembers where it is."""
 
-    def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int, device):
+    def __init__(
+        self,
+        datasets: dict[str, Dataset],
+        config: RunConfig,
+        rank: int,
+        world_size: int,
+        device,
+        before: Loader | None = None,
+    ):
+        """`before`: a loader of the same datasets, whose resident data is taken over."""
         self.datasets, self.config, self.device = datasets, config, torch.device(device)
         self.schedule = Schedule(datasets, config, rank, world_size)
         self.calls = 2 if config.training.lambda_rollout > 0 else 1
         self.residency = residency(datasets, config)
         resident = self.residency == "device"
-        self.reader = ResidentPairs(datasets, self.calls, self.device) if resident else None
+        self.reader = None
+        if resident and before is not None and before.reader is not None and before.calls == self.calls:
+            self.reader = before.reader
+        elif resident:
+            self.reader = ResidentPairs(datasets, self.calls, self.device)
         self._coming: list[Microbatch] = []  # what the loader processes are to read next
         self._workers = None if resident else self._start_workers()
 
