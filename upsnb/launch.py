@@ -51,5 +51,9 @@ def start(
             },
             start_new_session=True,  # an interrupt of the kernel is no interrupt of the run
         )
-    _supervisors[:] = [other for other in _supervisors if other.poll() is None] + [process]
+    for ended in [other for other in _supervisors if other.poll() is not None]:
+        _supervisors.remove(ended)
+        if ended.stdin is not None:
+            ended.stdin.close()
+    _supervisors.append(process)
     return runs.Run(folder, process)
