@@ -265,3 +265,18 @@ def test_loading_runs_no_code(folder, tmp_path, monkeypatch):
     with pytest.raises(pickle.UnpicklingError):
         checkpoint.load(folder)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("budget_in_files", "kept"), [(3.5, ["best", "latest", "previous"]), (2.5, ["best", "latest"]), (0.5, ["latest"])]
+)
+def test_budget_drops_the_previous_then_the_best_and_never_the_latest(tmp_path, budget_in_files, kept):
+    state = {"step": 0, "weights": torch.zeros(10_000)}
+    size = checkpoint.save(tmp_path, state, best=True).stat().st_size
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {**state, "step": step}, False, budget_gb=budget_in_files * size / 1e9)
+    index = json.loads((tmp_path / "checkpoints" / "index.json").read_text())
+    assert sorted(role for role in ("latest", "previous", "best") if index[role]) == kept
+    files = {path.name for path in (tmp_path / "checkpoints").glob("*.pt")}
+    assert files == {index[role] for role in kept}
+    assert checkpoint.load(tmp_path)["step"] == 2

@@ -30,12 +30,13 @@ def _index(folder: Path) -> dict:
         raise RunError(f"{path}: not JSON ({error}) -> delete the folder {CHECKPOINTS} to start anew") from None
 
 
-def save(folder: Path, state: dict, best: bool) -> Path:
+def save(folder: Path, state: dict, best: bool, budget_gb: float = float("inf")) -> Path:
     """Write a state beside the others, put it in their place, and drop those no longer named.
 
     Args:
         state: tensors and plain data, with `step`.
         best: also the best on the validation split so far.
+        budget_gb: disk space for all of them; above it the previous goes first and the best next, never the latest.
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints stay as they are.
     """
@@ -60,6 +61,9 @@ def save(folder: Path, state: dict, best: bool) -> Path:
     if best:
         index["best"] = name
     index["files"][name] = digest
+    for role in ("previous", "best"):
+        if _total_bytes(home, index) > budget_gb * 1e9 and index[role] != name:
+            index[role] = None
     named = {index[role] for role in ("latest", "previous", "best")} - {None}
     index["files"] = {file: digest for file, digest in index["files"].items() if file in named}
     write_json(home / INDEX, index)
@@ -92,6 +96,12 @@ def load(folder: Path, which: str = "latest", device: torch.device | str = "cpu"
     if damaged:
         raise RunError(f"{folder / CHECKPOINTS}: no whole checkpoint ({'; '.join(damaged)}) -> start the run anew")
     return None
+
+
+def _total_bytes(home: Path, index: dict) -> int:
+    """Size of the checkpoints that the index names; each counts once, whatever its roles."""
+    named = {index[role] for role in ("latest", "previous", "best")} - {None}
+    return sum(path.stat().st_size for path in (home / name for name in named) if path.is_file())
 
 
 def _is_whole(folder: Path, index: dict, name: str | None) -> bool:

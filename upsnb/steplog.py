@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from upsnb.errors import RunError
 from upsnb.events import EventWriter
 from upsnb.timing import StepClock, peak_memory_gib
 
+MOST_NONFINITE = 20  # losses in a row: float16's scaler needs a few to find its scale, lost weights never come back
 Observer = Callable[[int, float, float, bool], None]  # step, samples per second, step time [ms], steady
 
 
@@ -21,6 +24,7 @@ class StepLog:
         self.events, self.clock, self.observe = events, clock, observe
         self.pending: deque[tuple[dict, list[str], Tensor, int]] = deque()
         self.time_before_s = 0.0  # training time of earlier launches
+        self.nonfinite = 0  # losses in a row, so far
 
     def add(self, known: dict, loss: Tensor, terms: dict[str, Tensor], norm: Tensor, samples: int) -> None:
         """Take a step that has been launched; call once a step, before anything else is launched.
@@ -40,7 +44,11 @@ class StepLog:
         self.drain()
 
     def drain(self, everything: bool = False) -> None:
-        """Write the events whose numbers the device has finished; never waits unless asked for everything."""
+        """Write the events whose numbers the device has finished; never waits unless asked for everything.
+
+        Raises:
+            RunError: the loss has been infinite or NaN for so long that training cannot recover.
+        """
         while self.pending:
             measured = self.clock.read(wait=everything)
             if measured is None:
@@ -69,3 +77,9 @@ class StepLog:
         if graphs:
             self.events.write("compile", step, graphs=graphs, duration_s=round(step_ms / 1e3, 3))
         self.observe(step, samples_per_s, step_ms, steady)
+        self.nonfinite = 0 if math.isfinite(loss) else self.nonfinite + 1
+        if self.nonfinite == MOST_NONFINITE:
+            raise RunError(
+                f"the loss is infinite or NaN since step {step - MOST_NONFINITE + 1} -> lower optimizer.lr, or use "
+                "training.amp_dtype bfloat16 or float32; the last good checkpoint is kept"
+            )

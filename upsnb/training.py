@@ -137,6 +137,15 @@ class Loop:
                     "-> every point is compared, nothing is sampled"
                 )
 
+        training, resident = self.config.training, setup.loader.residency == "device"
+        if resident and training.num_workers > 0:
+            self._warn(
+                f"training.num_workers is {training.num_workers} and all data lives on the device -> it changes "
+                "nothing; set data.residency: workers to read from the files instead"
+            )
+        if training.pin_memory and (resident or self.ranks.device.type != "cuda"):
+            self._warn("training.pin_memory is on and no batch is copied from host to GPU -> it changes nothing")
+
     def _warn(self, message: str) -> None:
         print(f"warning: {message}", flush=True)
         self.events.write("warning", self.position.step, message=message)
@@ -305,7 +314,7 @@ class Loop:
                 "config": configs.dump(self.config),
                 "specs": {name: vars(dataset.spec) for name, dataset in self.setup.datasets.items()},
             }
-            path = checkpoint.save(self.folder, state, best)
+            path = checkpoint.save(self.folder, state, best, self.config.checkpoint.budget_gb)
             self.events.write(
                 "checkpoint",
                 self.position.step,
