@@ -133,9 +133,9 @@ SECTIONS = {"measured": accuracy, "variants": variants, "quick": quick}
 def rewritten(text: str) -> str:
     """The document with every section made anew."""
     for name, make in SECTIONS.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if pattern.search(text):
-            text = pattern.sub(lambda match: match[1] + make() + match[2], text)  # noqa: B023 (used at once)
+            text = pattern.sub(lambda match: f"{match[1]}{make()}\n{match[2]}", text)  # noqa: B023 (used at once)
     return text
 
 
