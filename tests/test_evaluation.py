@@ -144,10 +144,10 @@ def test_the_static_baseline_knows_the_training_split_alone(setup, monkeypatch):
     monkeypatch.setattr(
         source, "read", lambda samples, *rest: asked.append(np.asarray(samples)) or read(samples, *rest)
     )
-    mean = evaluation._training_mean(setup.datasets["darcy"])
+    mean = setup.datasets["darcy"].training_mean
     train = setup.datasets["darcy"].splits["train"]
     assert np.array_equal(np.sort(np.concatenate(asked)), train)
-    np.testing.assert_allclose(mean.numpy(), read(train)[1].mean(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(mean, read(train)[1].mean(axis=0), rtol=1e-5)
 
 
 def test_the_rollout_starts_after_the_given_frames_and_reaches_the_end(setup):

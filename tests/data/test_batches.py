@@ -331,10 +331,3 @@ def test_splits_are_disjoint_and_cover_the_samples(opened):
     for dataset in datasets.values():
         parts = np.concatenate([dataset.splits[split] for split in ("train", "validation", "test")])
         assert sorted(parts) == list(range(20))
-
-
-def test_training_mean_is_of_the_training_split_alone(tiny_setup):
-    dataset = tiny_setup(("darcy",)).datasets["darcy"]
-    _, targets = dataset.source.read_all()
-    np.testing.assert_allclose(dataset.training_mean, targets[dataset.splits["train"]].mean(axis=0), rtol=1e-5)
-    assert not np.allclose(dataset.training_mean, targets.mean(axis=0))

@@ -62,6 +62,7 @@ COMMON = {
     "training.query_sampling.num_queries": 24,
     "training.lambda_spectral": 0.1,
     "training.lambda_conservation": 0.1,
+    "operator.walls": "free",  # else the boundary term has nothing to act on
     "training.lambda_boundary": 0.1,
     "training.lambda_inv_enc": 0.1,
     "training.inverse_loss_frequency": 2,
