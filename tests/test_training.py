@@ -14,7 +14,7 @@ import torch
 from upsnb import checkpoint, evaluation, runs, timing, training
 from upsnb.data.batches import Loader
 
-STEP_FIELDS = {  # DESIGN: what every step event holds
+STEP_FIELDS = {  # what every step event holds
     "kind", "time", "step", "step_time_ms", "samples_per_s", "data_wait_ms", "loss", "losses", "learning_rate",
     "peak_memory_gib", "time_s",
 }  # fmt: skip

@@ -74,7 +74,10 @@ class Setup:
 
     @classmethod
     def build(cls, config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None] = print) -> Setup:
-        """Build in the order of DESIGN.md section 6: data -> model -> compile -> DDP -> optimizer."""
+        """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP -> optimizer.
+
+        Compiling in place comes before wrapping, so that names stay; optimizers come last, so that they own what is left.
+        """
         training, device, build_s = config.training, ranks.device, {}
         started = time.perf_counter()
 
