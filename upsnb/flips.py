@@ -29,6 +29,7 @@ class Flips:
         self.before: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (samples, seconds) of steady steps
         self.after: list[tuple[float, float]] | None = None  # None: nothing to measure
         self.memory_before = 0.0
+        self._highest = 0.0  # peaks that were reset at a flip
 
     def apply(self, revision: int, overlay: dict | None, step: int) -> bool:
         """Update the setup to `base` + overlay; all ranks enter. Returns whether anything changed.
@@ -77,8 +78,13 @@ class Flips:
         """Peak since the last flip where the device can tell, else of the process so far."""
         peak = peak_memory_gib(self.ranks.device)
         if self.ranks.device.type == "cuda":
+            self._highest = max(self._highest, peak)
             torch.cuda.reset_peak_memory_stats(self.ranks.device)
         return peak
+
+    def peak_memory_gib(self) -> float:
+        """Largest memory of this rank over the whole launch, flips or not."""
+        return max(self._highest, peak_memory_gib(self.ranks.device))
 
     def observe(self, step: int, samples_per_s: float, step_time_ms: float, steady: bool) -> None:
         """Take the next step's throughput; rank 0 only. Writes `flip_effect` once there is enough to say."""

@@ -76,7 +76,7 @@ class Setup:
     def build(cls, config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None] = print) -> Setup:
         """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP -> optimizer.
 
-        Compiling in place comes before wrapping, so that names stay; optimizers come last, so that they own what is left.
+        Compiling in place comes before wrapping, so that names stay; optimizers come last and own what is left.
         """
         training, device, build_s = config.training, ranks.device, {}
         started = time.perf_counter()

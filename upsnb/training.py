@@ -21,7 +21,7 @@ from upsnb.parallel import Ranks
 from upsnb.runs import EventWriter, Heartbeat
 from upsnb.setup import Setup
 from upsnb.steplog import StepLog
-from upsnb.timing import StepClock, num_graphs, peak_memory_gib
+from upsnb.timing import StepClock, num_graphs
 
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
 
@@ -352,7 +352,7 @@ class Loop:
                 "datasets": {name: {split: result} for name, result in results.items()},
             }
             runs.write_json(self.folder / EVALUATION, without_nonfinite(summary))
-        memory = parallel.all_gather_objects(self.ranks, peak_memory_gib(self.ranks.device))
+        memory = parallel.all_gather_objects(self.ranks, self.flips.peak_memory_gib())
         if self.ranks.rank == 0:
             self.events.write(
                 "end",
