@@ -3,8 +3,8 @@
     pip install neuraloperator
     python benchmarks/peer_fno.py --data FOLDER_OF_PDEBENCH_FILES
 
-Fourier Neural Operator (arXiv 2010.08895) as published in the neuraloperator package, with grid embedding, in
-float32 and uncompiled; AdamW and a cosine over the clock. Results go to outputs/reference/accuracy/peer-fno-<minutes>min.json.
+Fourier Neural Operator (arXiv 2010.08895) as published in the neuraloperator package, with grid embedding, in float32 and
+uncompiled; AdamW and a cosine over the clock. Results go to outputs/reference/accuracy/peer-fno-<minutes>min.json.
 """
 
 from __future__ import annotations
