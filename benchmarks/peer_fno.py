@@ -3,7 +3,7 @@
     pip install neuraloperator
     python benchmarks/peer_fno.py --data FOLDER_OF_PDEBENCH_FILES
 
-Fourier Neural Operator (arXiv 2010.08895) as published in the neuraloperator package, with grid embedding, in float32 and
+Fourier Neural Operator (arXiv 2010.08895) as published in the neuraloperator package, with grid embedding, float32 and
 uncompiled; AdamW and a cosine over the clock. Results go to outputs/reference/accuracy/peer-fno-<minutes>min.json.
 """
 
