@@ -53,10 +53,10 @@ class Flips:
             self.setup.update(old)
         changes = {} if failed else overlays.difference(old, new)
         if self.ranks.rank == 0:
-            self._announce(revision, overlay, old, changes, failed, step, time.perf_counter() - started)
+            self._announce(revision, old, changes, failed, step, time.perf_counter() - started)
         return bool(changes)
 
-    def _announce(self, revision, overlay, old: RunConfig, changes: dict, failed: list[str], step, duration_s) -> None:
+    def _announce(self, revision, old: RunConfig, changes: dict, failed: list[str], step, duration_s) -> None:
         now = self.setup.config
         switched = {phase.name: is_on(phase, now) for phase in PHASES if is_on(phase, now) != is_on(phase, old)}
         self.events.write(

@@ -79,8 +79,8 @@ class Loop:
     def _plan(self) -> None:
         """Lengths that follow from batch, accumulation and epochs."""
         training = self.config.training
-        self.steps_per_epoch = self.setup.loader.schedule.num_microbatches // training.accum_steps
-        self.total_steps = self.stage.epochs * self.steps_per_epoch  # as if nothing were changed on the way
+        steps_per_epoch = self.setup.loader.schedule.num_microbatches // training.accum_steps
+        self.total_steps = self.stage.epochs * steps_per_epoch  # as if nothing were changed on the way
         self.samples_per_step = training.batch_size * training.accum_steps * self.ranks.world_size
 
     # -- start ------------------------------------------------------------------------------------------------------
