@@ -240,8 +240,9 @@ def test_control_file_follows_its_contract(folder):
     assert runs.read_control(folder) == runs.Control(0, {}, None)
     runs.write_control(folder, {"training.compile": True}, "checkpoint")
     text = json.loads((folder / "control.json").read_text())
-    assert text == {"format": 1, "revision": 1, "overlay": {"training.compile": True}, "command": "checkpoint"}
-    assert runs.write_control(folder, None) == runs.Control(2, {"training.compile": True}, None)
+    contract = {"format": 1, "revision": 1, "overlay": {"training.compile": True}, "command": "checkpoint"}
+    assert text == {**contract, "asked": {"checkpoint": 1}}
+    assert runs.write_control(folder, None) == runs.Control(2, {"training.compile": True}, None, {"checkpoint": 1})
 
 
 def test_stop_is_not_undone_by_a_later_click(folder):

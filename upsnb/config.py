@@ -33,6 +33,7 @@ FORMAT = 1  # version of the saved config.yaml
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 OpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Section(BaseModel):
@@ -113,7 +114,7 @@ class PdetConfig(Section):
     use_activation_checkpoint: bool = False  # recompute block activations in backward
     checkpoint_every: PositiveInt = 1  # every k-th block, where use_activation_checkpoint is on
     checkpoint_parts: Literal["all", "attention", "mlp"] = "all"  # which part of a block is recomputed
-    attention: Literal["sdpa", "math", "flex"] = "sdpa"  # fused kernel, written-out softmax, or FlexAttention
+    attention: Literal["sdpa", "flash", "efficient", "math", "flex"] = "sdpa"  # kernel; sdpa: torch chooses
 
 
 class OperatorConfig(Section):
@@ -157,6 +158,9 @@ class TrainingConfig(Section):
     amp_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     compile: bool = False  # torch.compile, per block and in place
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    tf32: bool = False  # TensorFloat-32 for float32 matrix products on CUDA
+    no_sync: bool = True  # average gradients over ranks once a step, not after every microbatch
+    nccl_tuning: bool = False  # NCCL with more sockets, threads and channels, set before the workers start
     cpu_offload_optimizer: bool = False  # AdamW state in host memory
     use_fsdp2: bool = False  # shard parameters, gradients and optimizer state
     inverse_loss_frequency: PositiveInt = 1  # inverse losses every k-th microbatch
@@ -183,6 +187,7 @@ class TrainingConfig(Section):
     time_limit_s: PositiveFloat | None = None  # wall time of training; schedules then follow the clock [s]
     stall_timeout_s: PositiveFloat = 600.0  # a rank without progress for so long is hung [s]
     max_restarts: NonNegativeInt = 0  # relaunches after a crash, from the last good checkpoint
+    on_missing: Literal["error", "skip"] = "error"  # a phase that cannot run here: refuse, or leave it out and say so
 
 
 class OptimizerConfig(Section):
@@ -195,6 +200,7 @@ class OptimizerConfig(Section):
     betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.99)  # AdamW's moment decay rates
     momentum: OpenFraction = 0.95  # Muon's momentum
     fused: bool = False  # one fused AdamW kernel
+    foreach: bool | None = None  # AdamW over lists of tensors; empty: torch chooses
 
 
 class SchedulerConfig(Section):
@@ -235,6 +241,7 @@ class CheckpointConfig(Section):
     interval: PositiveInt = 500  # optimizer steps between two saves
     budget_gb: PositiveFloat = 20.0  # disk space for checkpoints [GB]
     resume: bool = False  # continue the run folder's latest checkpoint
+    async_save: bool = False  # write to disk while training goes on
 
 
 class EvaluationConfig(Section):
@@ -242,11 +249,25 @@ class EvaluationConfig(Section):
 
     split: Literal["validation", "test"] = "test"  # the split of the final report
     every_epochs: PositiveInt = 1  # validation after so many epochs
+    fraction: PositiveFraction = 1.0  # share of the validation split that is measured during training
     checkpoint: Literal["last", "best"] = "last"  # the weights reported on; best: on the validation split
     samples_per_call: PositiveInt = 32  # samples evaluated at a time; changes no metric
     rollout: bool = True  # roll trajectories out to their end
     symmetry_average: bool = False  # average the forecast over the square's eight symmetries
     num_examples: PositiveInt = 3  # predictions kept for the figures
+
+
+class GuardsConfig(Section):
+    """What a run does by itself when training goes wrong; each act is an event."""
+
+    nonfinite: Literal["off", "bfloat16", "stop"] = "off"  # skip steps without a finite loss; after a row of them, this
+    nonfinite_patience: PositiveInt = 3  # skipped steps in a row
+    out_of_memory: bool = False  # halve the microbatch and double accumulation
+    regrow_steps: PositiveInt = 1000  # good steps until the microbatch grows again
+    offload_overhead: PositiveFloat | None = None  # share of a step above which offload is switched off
+    validation_reference: str | None = None  # run folder that phase 3 must not fall behind; relative to the project
+    validation_tolerance: PositiveFloat = 0.05  # relative excess of validation nRMSE over the reference's
+    compile_failure: Literal["stop", "off"] = "stop"  # what a failing compilation does
 
 
 class LoggingConfig(Section):
@@ -267,6 +288,7 @@ class RunConfig(Section):
     stages: StagesConfig = StagesConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guards: GuardsConfig = GuardsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
 

@@ -51,26 +51,32 @@ def check_runnable(config: RunConfig, hardware: Hardware) -> None:
     Raises:
         ConfigError: every such setting at once, each with the remedy.
     """
-    problems = []
+    found = problems(config, hardware)
+    if found:
+        raise ConfigError(found, "the configuration for this machine")
+
+
+def problems(config: RunConfig, hardware: Hardware) -> list[str]:
+    """What the machine or this version cannot do of a config, each with the remedy."""
+    sentences = []
     training = config.training
     device = resolve_device(config, hardware)
     if device == "cuda" and hardware.device != "cuda":
-        problems.append("training.device: cuda was asked for and there is no CUDA device -> set it to cpu or auto")
+        sentences.append("training.device: cuda was asked for and there is no CUDA device -> set it to cpu or auto")
     elif training.device != "cpu" and training.num_gpus > hardware.num_devices:
         found = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
-        problems.append(
+        sentences.append(
             f"training.num_gpus: {training.num_gpus} were asked for and this machine has {found} -> lower it, or set "
             f"training.device: cpu to rehearse with {training.num_gpus} CPU processes"
         )
     if device == "cpu" and training.compile and training.compile_mode == "reduce-overhead":
-        problems.append(
+        sentences.append(
             "training.compile_mode: reduce-overhead records CUDA graphs and this run is on the CPU -> set it to default"
         )
     if config.operator.pdet.attention == "flex":
-        problems.append("operator.pdet.attention: flex is not in this version -> set it to sdpa or math")
-    problems += [f"{path}: {sentence}" for path, sentence in _NOT_YET.items() if _is_on(config, path)]
-    if problems:
-        raise ConfigError(problems, "the configuration for this machine")
+        sentences.append("operator.pdet.attention: flex is not in this version -> set it to sdpa or math")
+    sentences += [f"{path}: {sentence}" for path, sentence in _NOT_YET.items() if _is_on(config, path)]
+    return sentences
 
 
 _NOT_YET = {

@@ -47,10 +47,34 @@ def build(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimiz
         {"params": weights, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=config.fused or None))
+    how = {"fused": config.fused or None, "foreach": config.foreach}
+    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **how))
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def moments(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
+    """The state of the optimizers by parameter name, whatever their number, order and kind; shares its tensors."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: dict(state) for optimizer in optimizers for p, state in optimizer.state.items()}
+
+
+def give_moments(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], given: dict[str, dict[str, Tensor]]
+) -> None:
+    """Let optimizers continue with the `moments` of others; a parameter that changed its optimizer starts anew."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        needed = {"momentum_buffer"} if isinstance(optimizer, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = given.get(names[parameter], {})
+                if needed <= state.keys():
+                    optimizer.state[parameter] = {key: state[key] for key in needed}
+                    if "step" in needed:  # a fused step reads it on the device, the others on the host
+                        device = parameter.device if group["fused"] else "cpu"
+                        optimizer.state[parameter]["step"] = torch.as_tensor(state["step"]).to(device)
 
 
 class Together:

@@ -6,12 +6,14 @@ by one. docs/phases.md sets them beside measurements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from upsnb import hardware as machines
+from upsnb import overlays
 from upsnb.config import RunConfig
-from upsnb.hardware import Hardware, resolve_device
+from upsnb.errors import ConfigError
+from upsnb.hardware import Hardware
 
 LOADER = (  # what the order, the size or the way of batches depends on
     "training.batch_size",
@@ -30,6 +32,10 @@ HOT = (  # prefixes of settings that may change between two steps
     "operator.pdet.attention",
     "training.amp",
     "training.compile",
+    "training.tf32",
+    "training.no_sync",
+    "training.cpu_offload_optimizer",
+    "training.on_missing",
     "training.inverse_loss_frequency",
     "training.query_sampling",
     "training.lambda_",
@@ -44,9 +50,22 @@ HOT = (  # prefixes of settings that may change between two steps
     "optimizer.betas",
     "optimizer.momentum",
     "optimizer.fused",
+    "optimizer.foreach",
     "stages.operator",
-    "checkpoint.interval",
+    "checkpoint.",
+    "guards.",
     "evaluation.",
+)
+COLD = (  # prefixes of settings that may change between two launches of the workers; nothing else may change in a run
+    "training.num_gpus",
+    "training.threads_per_rank",
+    "training.device",
+    "training.use_fsdp2",
+    "training.nccl_tuning",
+    "training.ema_decay",
+    "training.stall_timeout_s",
+    "training.max_restarts",
+    "optimizer.name",
 )
 SOURCE = "published recipe, multiplied factors"
 
@@ -65,23 +84,16 @@ class Expected:
 class Phase:
     """One switch."""
 
-    number: int
+    number: int | None  # place in the published recipe; None for an extra
     name: str  # YAML value, switch label, report column
     sentence: str
     on: dict[str, object]  # dotted setting: value
     off: dict[str, object]
-    expected: Expected
+    expected: Expected | None  # None: nothing was promised
     hot: bool  # may change between two steps; False: relaunch and resume
     numerics: Literal["identical", "rounding", "different"]  # what tests may demand of losses and gradients
     ladder: dict[str, object] = field(default_factory=dict)  # what the published recipe changes along with it
-    needs: Callable[[Hardware, RunConfig], list[str]] = lambda hardware, config: []  # unmet requirements, in words
-
-
-def _cuda(what: str) -> Callable[[Hardware, RunConfig], list[str]]:
-    def needs(hardware: Hardware, config: RunConfig) -> list[str]:
-        return [] if resolve_device(config, hardware) == "cuda" else [f"{what} needs a CUDA device"]
-
-    return needs
+    needs: str = ""  # what the machine must have, in words; `unmet` checks it
 
 
 PHASES = (
@@ -136,7 +148,7 @@ PHASES = (
         hot=True,
         numerics="rounding",
         ladder={"training.batch_size": 20},
-        needs=_cuda("offloading from an accelerator"),
+        needs="CUDA",
     ),
     Phase(
         6,
@@ -168,10 +180,74 @@ PHASES = (
         expected=Expected(1.13, 5.0),
         hot=True,
         numerics="rounding",
-        needs=_cuda("the backward pass of FlexAttention"),
+        needs="CUDA for the backward pass of FlexAttention",
     ),
 )
-BY_NAME = {phase.name: phase for phase in PHASES}
+EXTRAS = (
+    Phase(
+        None,
+        "nccl",
+        "Give NCCL more sockets, threads and channels.",
+        on={"training.nccl_tuning": True},
+        off={"training.nccl_tuning": False},
+        expected=None,
+        hot=False,
+        numerics="identical",
+        needs="several CUDA devices",
+    ),
+    Phase(
+        None,
+        "tf32",
+        "Multiply float32 matrices with TensorFloat-32.",
+        on={"training.tf32": True},
+        off={"training.tf32": False},
+        expected=None,
+        hot=True,
+        numerics="rounding",
+        needs="CUDA",
+    ),
+    Phase(
+        None,
+        "no_sync",
+        "Average gradients over the ranks once a step, not after every microbatch.",
+        on={"training.no_sync": True},
+        off={"training.no_sync": False},
+        expected=None,
+        hot=True,
+        numerics="rounding",
+    ),
+    Phase(
+        None,
+        "foreach",
+        "Step AdamW over lists of tensors.",
+        on={"optimizer.foreach": True},
+        off={"optimizer.foreach": False},
+        expected=None,
+        hot=True,
+        numerics="rounding",
+    ),
+    Phase(
+        None,
+        "async_checkpoints",
+        "Write checkpoints to disk while training goes on.",
+        on={"checkpoint.async_save": True},
+        off={"checkpoint.async_save": False},
+        expected=None,
+        hot=True,
+        numerics="identical",
+    ),
+    Phase(
+        None,
+        "sparse_validation",
+        "Validate every fifth epoch on a quarter of the split.",
+        on={"evaluation.every_epochs": 5, "evaluation.fraction": 0.25},
+        off={"evaluation.every_epochs": 1, "evaluation.fraction": 1.0},
+        expected=None,
+        hot=True,
+        numerics="identical",
+    ),
+)
+BY_NAME = {phase.name: phase for phase in (*PHASES, *EXTRAS)}
 
 
 def is_on(phase: Phase, config: RunConfig) -> bool:
@@ -184,3 +260,29 @@ def _setting(config: RunConfig, path: str):
     for key in path.split("."):
         value = getattr(value, key)
     return value
+
+
+def unmet(phase: Phase, config: RunConfig, hardware: Hardware) -> list[str]:
+    """Why the phase cannot be switched on in a run of this config on this machine, in words; empty when it can."""
+    try:
+        on = overlays.apply(config, phase.on)
+    except ConfigError as error:
+        return error.problems
+    before = machines.problems(config, hardware)
+    return [problem for problem in machines.problems(on, hardware) if problem not in before]
+
+
+def skip_missing(config: RunConfig, hardware: Hardware) -> tuple[RunConfig, dict[str, str]]:
+    """A config without the phases that cannot run here, and why for each, as `training.on_missing: skip` asks for."""
+    skipped: dict[str, str] = {}
+    for name, phase in BY_NAME.items():
+        for path, value in phase.on.items():
+            if _setting(config, path) != value:
+                continue
+            without = overlays.apply(config, {path: phase.off[path]})
+            left = machines.problems(without, hardware)
+            solved = [problem for problem in machines.problems(config, hardware) if problem not in left]
+            if solved:
+                skipped[name] = "; ".join(filter(None, (skipped.get(name), *solved)))
+                config = without
+    return config, skipped

@@ -20,6 +20,27 @@ LOSS_TERMS = (
 )
 INVERSE_TERMS = ("inv_enc", "inv_dec")
 TIME_TERMS = ("forward", "inv_dec", "rollout")  # need a next state of the same kind
+CONFLICTS = (  # settings that exclude each other: names, when, what to say
+    (
+        ("optimizer_offload", "grad_clip"),
+        lambda config: config.training.cpu_offload_optimizer and config.training.grad_clip is not None,
+        "training.grad_clip: offloaded gradients cannot be clipped -> set training.grad_clip to null, or leave "
+        "training.cpu_offload_optimizer off",
+    ),
+    (
+        ("optimizer_offload", "float16"),
+        lambda config: (
+            config.training.cpu_offload_optimizer and config.training.amp and config.training.amp_dtype == "float16"
+        ),
+        "training.amp_dtype: offloaded gradients cannot be unscaled, and float16 scales them -> use bfloat16 with "
+        "training.cpu_offload_optimizer",
+    ),
+    (
+        ("fused", "foreach"),
+        lambda config: config.optimizer.fused and config.optimizer.foreach,
+        "optimizer.foreach: AdamW is either fused or foreach -> switch one of them off",
+    ),
+)
 PHYSICS_TERMS = {"boundary": ("darcy2d",), "conservation": ("advection1d",), "positivity": ("darcy2d",)}
 
 
@@ -96,6 +117,8 @@ def contradictions(config) -> list[str]:
             "darcy2d" in families,
             "evaluation.symmetry_average: averages over the square's symmetries, and no dataset is a square problem",
         )
+    for _, clash, sentence in CONFLICTS:
+        require(not clash(config), sentence)
     active = {term for term in LOSS_TERMS if getattr(training, f"lambda_{term}") > 0}
     require(bool(active), "training: every loss weight is 0 -> give at least one lambda_* a positive weight")
     for name, dataset in config.data.datasets.items():

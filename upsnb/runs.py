@@ -28,6 +28,7 @@ CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json",
 CHECKPOINTS = "checkpoints"
 ALIVE = ("starting", "running", "stopping")
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
+COMMANDS = (STOP, "checkpoint", "pause", "resume")
 STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
 SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's name in the manifest
 
@@ -155,7 +156,9 @@ class Control:
 
     revision: int = 0  # grows with every request
     overlay: dict = field(default_factory=dict)  # dotted setting: value; the whole desired difference
-    command: str | None = None  # "stop", "checkpoint": to be obeyed once per revision
+    command: str | None = None  # what this revision asks for beside settings: one of COMMANDS
+    asked: dict[str, int] = field(default_factory=dict)  # command: revision that last asked for it; nothing gets lost
+    # when a second request comes before the run has read the first
 
 
 def read_control(folder: Path | str) -> Control:
@@ -169,7 +172,10 @@ def read_control(folder: Path | str) -> Control:
         raise RunError(f"{path}: not JSON ({error})") from None
     if values.get("format") != FORMAT:
         raise RunError(f"{path}: format {values.get('format')!r}, this version reads {FORMAT}")
-    return Control(values["revision"], values["overlay"], values.get("command"))
+    command, asked = values.get("command"), values.get("asked", {})
+    if command and asked.get(command) is None:  # written by hand
+        asked[command] = values["revision"]
+    return Control(values["revision"], values["overlay"], command, asked)
 
 
 def write_control(folder: Path | str, overlay: dict | None, command: str | None = None) -> Control:
@@ -177,14 +183,16 @@ def write_control(folder: Path | str, overlay: dict | None, command: str | None 
 
     Args:
         overlay: the whole desired difference from config.yaml, dotted keys; None leaves it as it is.
-        command: rides along with this revision only; "stop" stays.
+        command: rides along with this revision; "stop" stays.
     """
     folder = Path(folder)
     with locked(folder):  # two panels that click at once must not write the same revision
         old = read_control(folder)
         command = STOP if old.command == STOP else command  # a click just after it must not undo a stop
-        new = Control(old.revision + 1, dict(old.overlay if overlay is None else overlay), command)
-        value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay}
+        revision = old.revision + 1
+        asked = {**old.asked, command: revision} if command else old.asked
+        new = Control(revision, dict(old.overlay if overlay is None else overlay), command, asked)
+        value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay, "asked": asked}
         write_json(folder / CONTROL, {**value, "command": command} if command else value)
     return new
 

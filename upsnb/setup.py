@@ -151,7 +151,7 @@ class Setup:
     def _rebuild_optimizers(self, new: RunConfig) -> None:
         """New optimizers under new settings, with the moments of the old ones."""
         made = optimizers.build(self.model, new.stages.operator.optimizer or new.optimizer)
-        load_moments(made, [optimizer.state_dict() for optimizer in self.optimizers])
+        optimizers.give_moments(self.model, made, optimizers.moments(self.model, self.optimizers))
         self.optimizers = made
 
     def step(self, batches: list[Batch], step: int, microbatch: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -238,7 +238,7 @@ class Setup:
             random["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
         return {
             "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "moments": optimizers.moments(self.model, self.optimizers),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
             "plateau": self.plateau.state_dict(),
@@ -250,7 +250,7 @@ class Setup:
 
         Random state is taken up where the number of ranks is the same.
         """
-        load_moments(self.optimizers, state["optimizers"])
+        optimizers.give_moments(self.model, self.optimizers, state["moments"])
         self.model.load_state_dict(state["model"])
         if state["scaler"]:  # empty where the saved run needed none
             self.scaler.load_state_dict(state["scaler"])
@@ -282,24 +282,6 @@ def set_compile(model: UPS, mode: str | None) -> None:
             module._compiled_call_impl = None  # where Module.compile puts it; there is no public way back
         else:
             module.compile(mode=None if mode == "default" else mode, dynamic=False)
-
-
-def load_moments(made: list[torch.optim.Optimizer], saved: list[dict]) -> None:
-    """Give optimizers the state of others over the same parameters; learning rates and decay stay their own.
-
-    Raises:
-        RunError: the states are of other optimizers.
-    """
-    if len(saved) != len(made):
-        raise RunError(
-            f"there is the state of {len(saved)} optimizers and optimizer.name asks for {len(made)} -> "
-            "go on with the optimizer the run was started with"
-        )
-    for optimizer, state in zip(made, saved, strict=True):
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
 
 
 def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:
