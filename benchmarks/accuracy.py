@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from upsnb import evaluation, hardware, launch, metrics, overlays, runs
+from upsnb import evaluation, hardware, launch, metrics, overlays, runfolder
 from upsnb.data.families import open_source
 from upsnb.setup import load_model
 
@@ -64,7 +64,7 @@ def train(task: str, data: Path, seed: int, minutes: float, variant: str, overla
         "training.time_limit_s": 60.0 * minutes,
         "logging.name": f"accuracy-{task}",
     }
-    config = overlays.load(runs.project_root() / TASKS[task], overrides=overrides)
+    config = overlays.load(runfolder.project_root() / TASKS[task], overrides=overrides)
     run = launch.start(config, attached=True)
     run.wait()
     (result,) = json.loads((run.folder / "evaluation.json").read_text())["datasets"].values()
@@ -123,14 +123,14 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="all variants of the structure instead of the default")
     arguments = parser.parse_args()
     name = f"{'variants' if arguments.variants else 'seeds'}-{arguments.minutes:g}min"
-    path = runs.project_root() / "outputs/reference/accuracy" / f"{name}.json"
+    path = runfolder.project_root() / "outputs/reference/accuracy" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "format": 1,
         "kind": "accuracy",
         "date": time.strftime("%Y-%m-%d"),
         "minutes": arguments.minutes,
-        "code_revision": runs.code_revision(),
+        "code_revision": runfolder.code_revision(),
         "hardware": hardware.detect().as_dict(),
         "versions": hardware.versions(),
         "rows": [],
@@ -141,7 +141,7 @@ def main() -> None:
             for seed in arguments.seeds:
                 row = train(task, arguments.data, seed, arguments.minutes, variant, overlay)
                 report["rows"].append(row)
-                runs.write_json(path, report)  # after each run: an interrupted benchmark keeps what it has
+                runfolder.write_json(path, report)  # after each run: an interrupted benchmark keeps what it has
                 shown = {key: row[key] for key in row if "nrmse" in key}
                 print(f"{task} / {variant} / seed {seed}: {json.dumps(shown)}", flush=True)
     print(path)

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from upsnb.events import EventWriter, Heartbeat
-from upsnb.runs import Run, read_control
+from upsnb.runfolder import read_control
+from upsnb.runs import Run
 
 REPEATS = 20_000
 

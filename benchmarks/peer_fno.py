@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from neuralop.models import FNO
 
-from upsnb import evaluation, hardware, metrics, optimizers, overlays, runs
+from upsnb import evaluation, hardware, metrics, optimizers, overlays, runfolder
 from upsnb.config import SchedulerConfig
 from upsnb.data.batches import Loader
 from upsnb.data.datasets import Dataset
@@ -62,8 +62,8 @@ def train(task: str, data: Path, seed: int, minutes: float) -> dict:
     """Train for the given minutes and return errors on the untouched last 10 %."""
     params, overlay, settings = TASKS[task]
     overrides = {**overlay, "data.root": str(data.resolve()), "training.seed": seed, "training.compile": False}
-    config = overlays.load(runs.project_root() / params, overrides=overrides)
-    (dataset,) = open_datasets(config, runs.project_root(), Ranks(), print).values()
+    config = overlays.load(runfolder.project_root() / params, overrides=overrides)
+    (dataset,) = open_datasets(config, runfolder.project_root(), Ranks(), print).values()
     loader = Loader({dataset.name: dataset}, config, 0, 1, "cpu")
     torch.manual_seed(seed)
     model = Peer(dataset, settings)
@@ -117,14 +117,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     arguments = parser.parse_args()
     torch.set_num_threads(hardware.detect().num_cores)
-    path = runs.project_root() / f"outputs/reference/accuracy/peer-fno-{arguments.minutes:g}min.json"
+    path = runfolder.project_root() / f"outputs/reference/accuracy/peer-fno-{arguments.minutes:g}min.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "format": 1,
         "kind": "accuracy",
         "date": time.strftime("%Y-%m-%d"),
         "minutes": arguments.minutes,
-        "code_revision": runs.code_revision(),
+        "code_revision": runfolder.code_revision(),
         "hardware": hardware.detect().as_dict(),
         "versions": {**hardware.versions(), "neuraloperator": version("neuraloperator")},
         "rows": [],
@@ -132,7 +132,7 @@ def main() -> None:
     for task in arguments.tasks:
         for seed in arguments.seeds:
             report["rows"].append(train(task, arguments.data, seed, arguments.minutes))
-            runs.write_json(path, report)
+            runfolder.write_json(path, report)
             print(json.dumps(report["rows"][-1]), flush=True)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import overlays, runs, training
+from upsnb import overlays, runfolder, training
 from upsnb.config import LatentConfig, OperatorConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.spec import DatasetSpec
@@ -95,19 +95,19 @@ def train_here():
     """
 
     def train(config: RunConfig, folder: Path, at_step=lambda step: None, ranks=None) -> list[dict]:
-        class Beat(runs.Heartbeat):
+        class Beat(runfolder.Heartbeat):
             def beat(self, step):
                 super().beat(step)
                 at_step(step)
 
-        if not (folder / runs.MANIFEST).exists():
-            runs.create(config, folder)
-        events = runs.EventWriter(folder)
+        if not (folder / runfolder.MANIFEST).exists():
+            runfolder.create(config, folder)
+        events = runfolder.EventWriter(folder)
         try:
             training.train(config, folder, ranks or Ranks(), events, Beat(folder, 0))
         finally:
             events.close()
-        return runs.read_events(folder)
+        return runfolder.read_events(folder)
 
     return train
 

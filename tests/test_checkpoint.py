@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, overlays, runs
+from upsnb import checkpoint, overlays, runfolder
 from upsnb.errors import RunError
 
 EVERYTHING = {  # all that draws at random or remembers
@@ -64,7 +64,7 @@ def test_a_continued_run_is_the_run_that_was_never_stopped(tiny_config, train_he
 
     def interrupt(step):
         if step == 13 and ending == "stopped":
-            runs.write_control(folder, None, runs.STOP)
+            runfolder.write_control(folder, None, runfolder.STOP)
         if step == 13 and ending == "killed":
             raise Killed
 
@@ -74,13 +74,13 @@ def test_a_continued_run_is_the_run_that_was_never_stopped(tiny_config, train_he
         pass
     kept = checkpoint.load(folder)["step"]
     assert kept == (14 if ending == "stopped" else 10)  # in the middle of the first epoch either way
-    (folder / runs.CONTROL).unlink(missing_ok=True)
+    (folder / runfolder.CONTROL).unlink(missing_ok=True)
     events = train_here(overlays.apply(config, {"checkpoint.resume": True}), folder)
     assert losses(events) == whole and len(whole) == 80
     states = [checkpoint.load(path)["setup"] for path in (tmp_path / "whole", folder)]
     expect_same_state(*states)
     evals = [
-        [(event["step"], event["val_nrmse"]) for event in runs.read_events(path, ("eval",))]
+        [(event["step"], event["val_nrmse"]) for event in runfolder.read_events(path, ("eval",))]
         for path in (tmp_path / "whole", folder)
     ]
     assert evals[0] == evals[1]
@@ -116,8 +116,10 @@ def test_without_resume_a_run_starts_anew(tiny_config, train_here, tmp_path):
 )
 def test_a_run_continues_under_another_config(tiny_config, train_here, tmp_path, change):
     config = tiny_config(**{"stages.operator.epochs": 2})
-    train_here(config, tmp_path, lambda step: runs.write_control(tmp_path, None, runs.STOP) if step == 4 else None)
-    (tmp_path / runs.CONTROL).unlink()
+    train_here(
+        config, tmp_path, lambda step: runfolder.write_control(tmp_path, None, runfolder.STOP) if step == 4 else None
+    )
+    (tmp_path / runfolder.CONTROL).unlink()
     events = train_here(overlays.apply(config, {"checkpoint.resume": True, **change}), tmp_path)
     assert events[-1]["kind"] == "end" and min(e["step"] for e in events[-5:]) > 5
     steps = [event["step"] for event in events if event["kind"] == "step"]

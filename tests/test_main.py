@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from upsnb import __main__ as command
-from upsnb import runs
+from upsnb import runfolder
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 
@@ -102,7 +102,7 @@ def test_notebook_without_tag_or_not_a_notebook_is_refused(refused, tmp_path):
 
 
 def test_folder_with_a_run_is_not_overwritten(refused, tmp_path):
-    runs.create(RunConfig(), tmp_path / "run")
+    runfolder.create(RunConfig(), tmp_path / "run")
     said = refused(notebook(tmp_path / "n.ipynb"), "-o", tmp_path / "run")
     assert "run" in said and not (tmp_path / "run" / "notebook.ipynb").exists()
 
@@ -209,9 +209,9 @@ def test_dead_kernel_fails(tmp_path):
 @pytest.mark.slow
 def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path):
     work = (
-        "from upsnb import runs\n"
-        "runs.create(config, run_folder)\n"
-        "_ = runs.update_manifest(run_folder, status='failed', cause='rank 1 ran out of memory')"
+        "from upsnb import runfolder\n"
+        "runfolder.create(config, run_folder)\n"
+        "_ = runfolder.update_manifest(run_folder, status='failed', cause='rank 1 ran out of memory')"
     )
     done = execute(notebook(tmp_path / "n.ipynb", CHECK, work), "-o", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == command.FAILED

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from upsnb import drawings, progress, report, runs
+from upsnb import drawings, progress, report, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.processes import process_identity
 
@@ -50,9 +50,9 @@ def step(number, ms=100.0, rate=None, steady=True, names=("waves",), **fields):
 
 
 def write_run(folder, events, status="finished", cause=None, evaluation=None, examples=None):
-    runs.create(CONFIG, folder)
-    runs.update_manifest(folder, status=status, cause=cause)
-    writer = runs.EventWriter(folder)
+    runfolder.create(CONFIG, folder)
+    runfolder.update_manifest(folder, status=status, cause=cause)
+    writer = runfolder.EventWriter(folder)
     for event in events:
         fields = {key: value for key, value in event.items() if key not in ("kind", "step")}
         writer.write(event["kind"], event["step"], **fields)
@@ -173,10 +173,10 @@ def test_report_of_a_finished_run(tmp_path, split, key):
 @pytest.mark.parametrize("status", ["failed", "died"])
 def test_run_that_did_not_finish_says_so_and_claims_no_accuracy(tmp_path, status):
     whole = finished(tmp_path / "run")
-    runs.update_manifest(whole.folder, status="failed", cause="rank 0 ran out of memory")
+    runfolder.update_manifest(whole.folder, status="failed", cause="rank 0 ran out of memory")
     if status == "died":
-        runs.update_manifest(whole.folder, status="running", supervisor="1:never")
-    writer = runs.EventWriter(whole.folder)  # a second launch, which did not get to its end
+        runfolder.update_manifest(whole.folder, status="running", supervisor="1:never")
+    writer = runfolder.EventWriter(whole.folder)  # a second launch, which did not get to its end
     writer.write("segment", 59, number=1, num_ranks=1)
     writer.write("step", 60, **{k: v for k, v in step(60, loss=float("nan")).items() if k not in ("kind", "step")})
     writer.close()
@@ -211,7 +211,7 @@ def test_report_is_readable_while_it_is_replaced(tmp_path, monkeypatch):
 
 def test_a_running_run_has_a_report_too(tmp_path):
     run = write_run(tmp_path / "run", [step(1)], status="running")
-    runs.update_manifest(run.folder, supervisor=process_identity(os.getpid()), created=time.time())
+    runfolder.update_manifest(run.folder, supervisor=process_identity(os.getpid()), created=time.time())
     assert report.train_report(run)["status"] == "running"
 
 

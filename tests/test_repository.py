@@ -39,9 +39,9 @@ ORDER = """
     data.spec data.layouts data.families data.generate data.download data.datasets data.batches
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
     losses metrics optimizers phases
-    files processes events runs parallel checkpoint
-    setup evaluation timing steplog flips training pipeline worker verdict supervisor launch
-    compare memory profiling figure_style figures drawings report progress panel __main__
+    files processes events runfolder parallel checkpoint compiling
+    setup evaluation timing steplog flips guards training pipeline worker verdict supervisor runs launch
+    compare memory profiling figure_style figures drawings report progress charts panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject
     "config": "every setting of a run in one place, to be read like a table",

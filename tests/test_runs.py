@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from upsnb import files, overlays, processes, runs
+from upsnb import files, overlays, processes, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.errors import RunError, RunFailed
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return runs.create(RunConfig(), tmp_path / "run")
+    return runfolder.create(RunConfig(), tmp_path / "run")
 
 
 # -- folder --------------------------------------------------------------------------------------------------------
@@ -44,27 +44,27 @@ def test_folders_of_one_second_do_not_collide(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "notebooks/deeper")
     monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
-    folders = [runs.create(RunConfig()) for _ in range(3)]
+    folders = [runfolder.create(RunConfig()) for _ in range(3)]
     names = ["train-20260101-000000", "train-20260101-000000-2", "train-20260101-000000-3"]
     assert folders == [tmp_path / "outputs" / name for name in names]
 
 
 def test_used_folder_is_refused_and_no_folder_is_no_run(folder, tmp_path):
     with pytest.raises(RunError, match="its run is starting"):
-        runs.create(RunConfig(), folder)
-    runs.update_manifest(folder, status="failed")
+        runfolder.create(RunConfig(), folder)
+    runfolder.update_manifest(folder, status="failed")
     with pytest.raises(RunError, match="already holds a run"):
-        runs.create(RunConfig(), folder)
+        runfolder.create(RunConfig(), folder)
     with pytest.raises(RunError, match="not a run folder"):
         runs.Run.attach(tmp_path)
 
 
 def test_continued_run_keeps_its_past_and_drops_old_requests(folder):
-    runs.update_manifest(folder, status="finished", segments=[{"number": 0}])
-    runs.write_control(folder, {"training.compile": True}, "stop")
-    runs.create(overlays.resolve({"checkpoint": {"resume": True}}), folder)
-    assert runs.read_manifest(folder)["segments"] == [{"number": 0}]
-    assert runs.read_control(folder) == runs.Control(2, {}, None), "the revision still grows"
+    runfolder.update_manifest(folder, status="finished", segments=[{"number": 0}])
+    runfolder.write_control(folder, {"training.compile": True}, "stop")
+    runfolder.create(overlays.resolve({"checkpoint": {"resume": True}}), folder)
+    assert runfolder.read_manifest(folder)["segments"] == [{"number": 0}]
+    assert runfolder.read_control(folder) == runfolder.Control(2, {}, None), "the revision still grows"
     assert (folder / "config.segment0.yaml").exists()
 
 
@@ -79,9 +79,9 @@ def test_full_disk_costs_the_reserve_and_not_the_manifest(folder, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        runs.update_manifest(folder, status="running")
-    runs.update_manifest(folder, last_words=True, status="failed")
-    assert runs.read_manifest(folder)["status"] == "failed" and len(calls) == 1
+        runfolder.update_manifest(folder, status="running")
+    runfolder.update_manifest(folder, last_words=True, status="failed")
+    assert runfolder.read_manifest(folder)["status"] == "failed" and len(calls) == 1
     assert not [path for path in folder.iterdir() if path.name.startswith(".manifest")], "no half-written file stays"
 
 
@@ -90,7 +90,7 @@ def test_full_disk_costs_the_reserve_and_not_the_manifest(folder, monkeypatch):
 
 def test_run_without_its_supervisor_has_died(folder):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    runs.update_manifest(folder, status="running", supervisor=processes.process_identity(child.pid))
+    runfolder.update_manifest(folder, status="running", supervisor=processes.process_identity(child.pid))
     run = runs.Run.attach(folder)
     assert run.status() == "running"
     child.kill()
@@ -103,18 +103,18 @@ def test_run_without_its_supervisor_has_died(folder):
 
 def test_reused_pid_is_another_process(folder):
     pid, _, started = processes.process_identity(os.getpid()).partition(":")
-    runs.update_manifest(folder, status="running", supervisor=f"{pid}:{started}0")
+    runfolder.update_manifest(folder, status="running", supervisor=f"{pid}:{started}0")
     assert runs.Run.attach(folder).status() == "died"
 
 
 def test_run_whose_supervisor_never_came_has_died(folder):
-    runs.update_manifest(folder, created=time.time() - 100)
+    runfolder.update_manifest(folder, created=time.time() - 100)
     assert runs.Run.attach(folder).status() == "died"
 
 
 def test_run_of_another_machine_lives_by_its_heartbeat(folder):
-    runs.update_manifest(folder, status="running", host="elsewhere", supervisor="1:1")
-    runs.Heartbeat(folder, 0).beat(3)
+    runfolder.update_manifest(folder, status="running", host="elsewhere", supervisor="1:1")
+    runfolder.Heartbeat(folder, 0).beat(3)
     assert runs.Run.attach(folder).status() == "running"
     for path in (folder / "heartbeat.rank0", folder):
         os.utime(path, (time.time() - 10_000,) * 2)
@@ -125,13 +125,13 @@ def test_wait_returns_for_finished_runs_only(folder):
     run = runs.Run.attach(folder)
     with pytest.raises(TimeoutError, match="still starting"):
         run.wait(timeout=0)
-    runs.EventWriter(folder).write("end", 3)
-    (folder / runs.LOG).write_text("".join(f"line {i}\n" for i in range(100)))
-    runs.update_manifest(folder, status="failed", cause="rank 1 raised ValueError")
+    runfolder.EventWriter(folder).write("end", 3)
+    (folder / runfolder.LOG).write_text("".join(f"line {i}\n" for i in range(100)))
+    runfolder.update_manifest(folder, status="failed", cause="rank 1 raised ValueError")
     with pytest.raises(RunFailed, match="rank 1 raised ValueError") as caught:
         run.wait()
     assert caught.value.log_tail.splitlines()[-1] == "line 99" and len(caught.value.log_tail.splitlines()) == 30
-    runs.update_manifest(folder, status="finished")
+    runfolder.update_manifest(folder, status="finished")
     seen = []
     assert run.wait(on_event=seen.append) == "finished" and [event["kind"] for event in seen] == ["end"]
 
@@ -142,7 +142,7 @@ def test_wait_returns_for_finished_runs_only(folder):
 def test_every_line_is_valid_json_with_kind_time_step_first(folder):
     import numpy as np
 
-    events = runs.EventWriter(folder, 1)
+    events = runfolder.EventWriter(folder, 1)
     events.write(
         "step", 4, loss=math.nan, losses={"a": 1.0, "b": [math.inf]}, rate=np.float32(0.5), bad=np.float32("inf")
     )
@@ -160,20 +160,20 @@ def test_every_line_is_valid_json_with_kind_time_step_first(folder):
 @pytest.mark.parametrize("length", [1, 100, 65536, 200_000])
 @pytest.mark.parametrize("num_whole", [0, 2])
 def test_half_line_of_a_crash_is_cut(folder, length, num_whole):
-    events = runs.EventWriter(folder)
+    events = runfolder.EventWriter(folder)
     for step in range(num_whole):
         events.write("step", step)
     events.close()
     with open(folder / "events.jsonl", "a") as file:
         file.write("x" * length)
-    runs.EventWriter(folder).write("step", num_whole)
-    assert [event["step"] for event in runs.read_events(folder)] == list(range(num_whole + 1))
+    runfolder.EventWriter(folder).write("step", num_whole)
+    assert [event["step"] for event in runfolder.read_events(folder)] == list(range(num_whole + 1))
 
 
 def test_tail_reads_only_what_is_new_and_whole(folder):
-    tail = runs.Tail(folder)
+    tail = runfolder.Tail(folder)
     assert tail.read() == []
-    events = runs.EventWriter(folder)
+    events = runfolder.EventWriter(folder)
     events.write("step", 1)
     assert [event["step"] for event in tail.read()] == [1] and tail.read() == []
     with open(folder / "events.jsonl", "a") as file:
@@ -185,20 +185,23 @@ def test_tail_reads_only_what_is_new_and_whole(folder):
 
 
 def test_kinds_are_not_confused_by_their_prefixes(folder):
-    events = runs.EventWriter(folder)
+    events = runfolder.EventWriter(folder)
     for kind in ("flip", "flip_effect", "step"):
         events.write(kind, 1, kind_of="flip")
-    assert [event["kind"] for event in runs.read_events(folder, ["flip"])] == ["flip"]
-    assert [event["kind"] for event in runs.read_events(folder, ["step", "flip_effect"])] == ["flip_effect", "step"]
+    assert [event["kind"] for event in runfolder.read_events(folder, ["flip"])] == ["flip"]
+    assert [event["kind"] for event in runfolder.read_events(folder, ["step", "flip_effect"])] == [
+        "flip_effect",
+        "step",
+    ]
 
 
 def test_damaged_line_is_told_and_hides_no_other(folder):
-    events = runs.EventWriter(folder)
+    events = runfolder.EventWriter(folder)
     events.write("step", 1)
     with open(folder / "events.jsonl", "a") as file:
         file.write("\0\0\0garbage\n")
     events.write("step", 2)
-    kinds = [event["kind"] for event in runs.read_events(folder)]
+    kinds = [event["kind"] for event in runfolder.read_events(folder)]
     assert kinds == ["step", "warning", "step"]
 
 
@@ -207,7 +210,7 @@ def test_hundred_thousand_events_are_read_in_half_a_second(folder):
         {"kind": "step", "time": 1.5, "step": 7, "loss": 0.25, "losses": {"relative": 0.125}, "rate": 1e-3}
     )
     (folder / "events.jsonl").write_text(100_000 * (line + "\n"))
-    tail, times = runs.Tail(folder), []
+    tail, times = runfolder.Tail(folder), []
     for _ in range(3):
         tail._offset, started = 0, time.process_time()  # not the wall's: others use these cores
         assert len(tail.read()) == 100_000
@@ -219,17 +222,17 @@ def test_hundred_thousand_events_are_read_in_half_a_second(folder):
 
 
 def test_heartbeat_says_where_a_rank_is_and_costs_microseconds(folder):
-    heartbeat = runs.Heartbeat(folder, 3)
-    assert heartbeat.step is None and runs.read_heartbeats(folder)[3]["state"] == "waiting"
+    heartbeat = runfolder.Heartbeat(folder, 3)
+    assert heartbeat.step is None and runfolder.read_heartbeats(folder)[3]["state"] == "waiting"
     size = (folder / "heartbeat.rank3").stat().st_size
     started = time.process_time()
     for step in range(500, 1500):
         heartbeat.beat(step)
     assert time.process_time() - started < 1000 * 50e-6
-    beat = runs.read_heartbeats(folder)[3]
+    beat = runfolder.read_heartbeats(folder)[3]
     assert (beat["step"], beat["beats"], beat["first"], beat["pid"]) == (1499, 1000, 500, os.getpid())
     heartbeat.done()
-    assert runs.read_heartbeats(folder)[3]["state"] == "done" and heartbeat.step == 1499
+    assert runfolder.read_heartbeats(folder)[3]["state"] == "done" and heartbeat.step == 1499
     assert (folder / "heartbeat.rank3").stat().st_size == size
 
 
@@ -237,23 +240,25 @@ def test_heartbeat_says_where_a_rank_is_and_costs_microseconds(folder):
 
 
 def test_control_file_follows_its_contract(folder):
-    assert runs.read_control(folder) == runs.Control(0, {}, None)
-    runs.write_control(folder, {"training.compile": True}, "checkpoint")
+    assert runfolder.read_control(folder) == runfolder.Control(0, {}, None)
+    runfolder.write_control(folder, {"training.compile": True}, "checkpoint")
     text = json.loads((folder / "control.json").read_text())
     contract = {"format": 1, "revision": 1, "overlay": {"training.compile": True}, "command": "checkpoint"}
     assert text == {**contract, "asked": {"checkpoint": 1}}
-    assert runs.write_control(folder, None) == runs.Control(2, {"training.compile": True}, None, {"checkpoint": 1})
+    assert runfolder.write_control(folder, None) == runfolder.Control(
+        2, {"training.compile": True}, None, {"checkpoint": 1}
+    )
 
 
 def test_stop_is_not_undone_by_a_later_click(folder):
     runs.Run.attach(folder).stop()
-    assert runs.write_control(folder, {"training.compile": True}).command == "stop"
-    assert runs.write_control(folder, {}, "checkpoint").command == "stop"
+    assert runfolder.write_control(folder, {"training.compile": True}).command == "stop"
+    assert runfolder.write_control(folder, {}, "checkpoint").command == "stop"
 
 
 def _click(folder, count):
     for _ in range(count):
-        runs.write_control(folder, {})
+        runfolder.write_control(folder, {})
 
 
 def test_two_writers_never_share_a_revision(folder):
@@ -263,13 +268,13 @@ def test_two_writers_never_share_a_revision(folder):
         writer.start()
     seen = []
     while other.is_alive() or any(thread.is_alive() for thread in threads):
-        seen.append(runs.read_control(folder).revision)  # raises on half a file
+        seen.append(runfolder.read_control(folder).revision)  # raises on half a file
     for writer in (other, *threads):
         writer.join()
-    assert runs.read_control(folder).revision == 120 and seen == sorted(seen)
+    assert runfolder.read_control(folder).revision == 120 and seen == sorted(seen)
 
 
 def test_unknown_format_is_refused(folder):
-    runs.write_json(folder / "control.json", {"format": 9})
+    runfolder.write_json(folder / "control.json", {"format": 9})
     with pytest.raises(RunError, match="format 9, this version reads 1"):
-        runs.read_control(folder)
+        runfolder.read_control(folder)

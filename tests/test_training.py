@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, evaluation, runs, timing, training
+from upsnb import checkpoint, evaluation, runfolder, timing, training
 from upsnb.data.batches import Loader
 
 STEP_FIELDS = {  # what every step event holds
@@ -178,7 +178,7 @@ def test_a_stop_request_is_obeyed_after_the_step(tiny_config, train_here, tmp_pa
     events = train_here(
         tiny_config(**{"stages.operator.epochs": 50}),
         folder,
-        lambda step: runs.write_control(folder, None, runs.STOP) if step == 7 else None,
+        lambda step: runfolder.write_control(folder, None, runfolder.STOP) if step == 7 else None,
     )
     assert (events[-1]["reason"], events[-1]["step"]) == ("stopped", 8)
     assert checkpoint.load(folder)["step"] == 8 and (folder / training.EVALUATION).is_file()
@@ -240,7 +240,7 @@ def test_weights_that_were_stopped_at_are_validated_before_the_best_are_chosen(
     train_here(
         tiny_config(("darcy",), **QUICK, **settings),
         folder,
-        lambda step: runs.write_control(folder, None, runs.STOP) if step == 2 else None,
+        lambda step: runfolder.write_control(folder, None, runfolder.STOP) if step == 2 else None,
     )
     report = json.loads((folder / training.EVALUATION).read_text())
     assert report["weights"] == "last" and checkpoint.load(folder, "best")["step"] == 3
@@ -300,7 +300,7 @@ def test_a_loss_that_is_not_a_number_is_still_a_valid_event(tiny_config, train_h
     folder = tmp_path / "run"
     train_here(tiny_config(("darcy",), **QUICK), folder)
     assert "NaN" not in (folder / "events.jsonl").read_text()
-    assert column(runs.read_events(folder), "loss") == [None] * 6
+    assert column(runfolder.read_events(folder), "loss") == [None] * 6
 
 
 def test_a_config_that_this_machine_cannot_run_starts_nothing(tiny_config, train_here, tmp_path):
@@ -309,19 +309,19 @@ def test_a_config_that_this_machine_cannot_run_starts_nothing(tiny_config, train
     config = tiny_config(("darcy",), **{"training.use_fsdp2": True})
     with pytest.raises(ConfigError, match="use_fsdp2"):
         train_here(config, tmp_path / "run")
-    assert not of_kind(runs.read_events(tmp_path / "run"), "start")
+    assert not of_kind(runfolder.read_events(tmp_path / "run"), "start")
 
 
 def test_one_process_without_torchrun_is_a_whole_run(tiny_config, tmp_path):
-    folder = runs.create(tiny_config(("darcy",), **QUICK), tmp_path / "run")
+    folder = runfolder.create(tiny_config(("darcy",), **QUICK), tmp_path / "run")
     root = str(Path(__file__).resolve().parents[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     done = subprocess.run(
         [sys.executable, "-m", "upsnb.worker", str(folder)], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert runs.read_events(folder, ("end",))[0]["reason"] == "epochs"
-    assert runs.read_heartbeats(folder)[0]["state"] == "done" and not list(folder.glob("failure*"))
+    assert runfolder.read_events(folder, ("end",))[0]["reason"] == "epochs"
+    assert runfolder.read_heartbeats(folder)[0]["state"] == "done" and not list(folder.glob("failure*"))
 
 
 def test_compiled_steps_are_the_eager_ones_up_to_rounding(tiny_config, train_here, tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from upsnb import runs, verdict
+from upsnb import runfolder, verdict
 from upsnb.supervisor import StallWatch
 
 ENTRY = """[{index}]:
@@ -25,7 +25,7 @@ def log(folder, *entries):
     ]
     text = ["E torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "====", "worker.py FAILED", "----"]
     text += ["Failures:", *(others or ["  <NO_OTHER_FAILURES>"]), "----", "Root Cause (first observed failure):", root]
-    (folder / runs.LOG).write_text("\n".join([*text, "===="]))
+    (folder / runfolder.LOG).write_text("\n".join([*text, "===="]))
 
 
 def failure(folder, rank, time, message="boom", **more):
@@ -48,7 +48,7 @@ def cause(folder, exit_code=1):
 
 
 def ended(folder, checkpoint=True, segments=1):
-    events = runs.EventWriter(folder)
+    events = runfolder.EventWriter(folder)
     (folder / "checkpoints").mkdir()
     events.write("segment", 0)
     events.write("checkpoint", 9, path="checkpoints/last")
@@ -108,7 +108,7 @@ def test_abort_is_the_cause_only_where_no_rank_raised(tmp_path):
 
 def test_summary_of_an_earlier_launch_is_not_read(tmp_path):
     log(tmp_path, (0, -9, 0))
-    assert verdict.judge(tmp_path, 1, (tmp_path / runs.LOG).stat().st_size).cause.startswith("torchrun ended")
+    assert verdict.judge(tmp_path, 1, (tmp_path / runfolder.LOG).stat().st_size).cause.startswith("torchrun ended")
 
 
 def test_full_disk_wins_and_is_no_crash(tmp_path):
@@ -152,8 +152,8 @@ def test_equal_ranks_are_all_named(watch):
 def test_first_step_may_take_longer(watch):
     resumed = {0: beat(500, beats=1, first=500), 1: beat(500, beats=1, first=500)}
     assert watch.stalled(resumed, 1.0) is None and watch.stalled(resumed, 1000.0) is None
-    assert "hung at step 500" in watch.stalled(resumed, 1.0 + runs.STARTUP_ALLOWANCE_S + 1.0)
-    assert "hung before their first step" in StallWatch(2, 10.0).stalled({}, runs.STARTUP_ALLOWANCE_S + 1.0)
+    assert "hung at step 500" in watch.stalled(resumed, 1.0 + runfolder.STARTUP_ALLOWANCE_S + 1.0)
+    assert "hung before their first step" in StallWatch(2, 10.0).stalled({}, runfolder.STARTUP_ALLOWANCE_S + 1.0)
 
 
 def test_rank_that_is_done_may_be_silent_while_others_work(watch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import hardware, overlays, report, runs
+from upsnb import hardware, overlays, report, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
 
@@ -55,10 +55,10 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     parameters, config = read_parameters(notebook, files, params)
     hardware.check_runnable(config, hardware.detect())
     if folder is None:
-        folder = runs._new_folder(config)
-    elif (folder / runs.MANIFEST).exists():
+        folder = runfolder._new_folder(config)
+    elif (folder / runfolder.MANIFEST).exists():
         status = runs.Run(folder).status()
-        if status in runs.ALIVE:
+        if status in runfolder.ALIVE:
             raise RunError(f"{folder}: its run is {status} -> attach to it, or stop it first")
         if not config.checkpoint.resume:
             raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
@@ -78,7 +78,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
 def _find_notebook(notebook: Path) -> Path:
     if notebook.is_file():
         return notebook.absolute()
-    known = sorted(_short(path) for path in (runs.project_root() / "notebooks").glob("*.ipynb"))
+    known = sorted(_short(path) for path in (runfolder.project_root() / "notebooks").glob("*.ipynb"))
     raise RunError(f"{notebook}: no such notebook -> there are {', '.join(known) or 'none in notebooks/'}")
 
 
@@ -190,7 +190,7 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
             parameters=parameters,
             kernel_name="python3",  # of this environment, whatever kernel the notebook was last saved with
             language="python",
-            cwd=str(runs.project_root()),
+            cwd=str(runfolder.project_root()),
             progress_bar=False,
             stdout_file=sys.stdout,  # log_output would put every line through a logger, and pictures as text
             stderr_file=sys.stderr,
@@ -209,7 +209,7 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
 
 def _run_failure(folder: Path) -> str | None:
     """Why the run in a folder failed, even if its notebook ran to the end."""
-    if not (folder / runs.MANIFEST).exists():
+    if not (folder / runfolder.MANIFEST).exists():
         return None  # not every notebook trains
     ended = runs.Run(folder)
     status = ended.status()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from upsnb.errors import RunError
-from upsnb.runs import CHECKPOINTS, write_json
+from upsnb.runfolder import CHECKPOINTS, write_json
 
 FORMAT = 1
 INDEX = "index.json"

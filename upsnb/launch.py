@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from upsnb import hardware, runs
+from upsnb import hardware, runfolder, runs
 from upsnb.config import RunConfig
 
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
@@ -31,17 +31,17 @@ def start(
         RunError: the folder holds a run that is alive, or one that the config does not continue.
     """
     hardware.check_runnable(config, hardware.detect())
-    folder = runs.create(config, folder)
+    folder = runfolder.create(config, folder)
     if attached is None:
         attached = not any(name in os.environ for name in INTERACTIVE)
     command = [sys.executable, "-m", "upsnb.supervisor", str(folder)]
     command += ["--attached"] if attached else []
     command += ["--worker", str(Path(worker).absolute())] if worker else []
     package_home = str(Path(__file__).resolve().parent.parent)
-    with open(folder / runs.LOG, "ab") as log:
+    with open(folder / runfolder.LOG, "ab") as log:
         process = subprocess.Popen(
             command,
-            cwd=runs.project_root(),  # data and outputs are relative to it, wherever the notebook stands
+            cwd=runfolder.project_root(),  # data and outputs are relative to it, wherever the notebook stands
             stdin=subprocess.PIPE if attached else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

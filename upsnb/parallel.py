@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from upsnb import hardware, runs
+from upsnb import hardware, runfolder
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 
@@ -55,7 +55,7 @@ def initialise(config: RunConfig) -> Ranks:
     control_group = None
     if world_size > 1:
         # Far above the supervisor's stall timeout: it names the hung rank, a timeout here names one that waits for it.
-        timeout = timedelta(seconds=runs.STARTUP_ALLOWANCE_S + 2 * config.training.stall_timeout_s)
+        timeout = timedelta(seconds=runfolder.STARTUP_ALLOWANCE_S + 2 * config.training.stall_timeout_s)
         if device.type == "cuda":
             dist.init_process_group("nccl", timeout=timeout, device_id=device)
             control_group = dist.new_group(backend="gloo", timeout=timeout)  # small messages without a GPU sync

@@ -15,7 +15,8 @@ from upsnb.drawings import RunFigures, end_of_last_launch, read_evaluation
 from upsnb.events import without_nonfinite
 from upsnb.figure_style import save
 from upsnb.phases import PHASES, is_on
-from upsnb.runs import Run, write_json
+from upsnb.runfolder import write_json
+from upsnb.runs import Run
 
 FORMAT = 1
 REPORT, FIGURES = "report.json", "figures"

@@ -16,7 +16,8 @@ import threading
 import time
 from pathlib import Path
 
-from upsnb import files, runs, verdict
+from upsnb import config as configs
+from upsnb import files, runfolder, verdict
 from upsnb.processes import MARK, SEGMENT, kill_marked, marked, process_identity
 from upsnb.verdict import Verdict
 
@@ -30,7 +31,7 @@ class Supervisor:
 
     def __init__(self, folder: Path, worker: Path | None = None):
         self.folder, self.worker = folder, worker
-        self.config = runs.Run(folder).config
+        self.config = configs.load(folder / runfolder.CONFIG)
         self.identity = process_identity(os.getpid())
         self.parent_gone = threading.Event()
         self.terminations = 0  # SIGTERM and SIGINT so far
@@ -60,7 +61,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise to the end; returns the exit code."""
-        runs.update_manifest(self.folder, supervisor=self.identity)
+        runfolder.update_manifest(self.folder, supervisor=self.identity)
         try:
             end = self._launch_until_done()
         except BaseException as error:
@@ -86,7 +87,7 @@ class Supervisor:
         """Launch the workers once and watch them until none is left."""
         log_start = self._open_segment(restarts)
         watch = StallWatch(self.config.training.num_gpus, self.config.training.stall_timeout_s)
-        with open(self.folder / runs.LOG, "ab") as log:
+        with open(self.folder / runfolder.LOG, "ab") as log:
             torchrun = subprocess.Popen(
                 self._command(),
                 stdin=subprocess.DEVNULL,
@@ -98,11 +99,11 @@ class Supervisor:
         stop_deadline = None
         while torchrun.poll() is None:
             time.sleep(POLL_S)
-            beats = runs.read_heartbeats(self.folder)
+            beats = runfolder.read_heartbeats(self.folder)
             if self.status == "starting" and any(beat["beats"] for beat in beats.values()):
                 self._say("running")
             if self.terminations and not self._stop_asked():
-                runs.write_control(self.folder, None, runs.STOP)
+                runfolder.write_control(self.folder, None, runfolder.STOP)
             if self.status != "stopping" and self._stop_asked():
                 self._say("stopping")
                 stop_deadline = stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
@@ -127,7 +128,7 @@ class Supervisor:
         return stalled
 
     def _stop_asked(self) -> bool:
-        return runs.read_control(self.folder).command == runs.STOP
+        return runfolder.read_control(self.folder).command == runfolder.STOP
 
     def _ask_for_stacks(self, beats: dict[int, dict]) -> None:
         """Let every rank write its stacks to the log; only ranks, because the signal would end torchrun."""
@@ -161,7 +162,7 @@ class Supervisor:
     def _environment(self) -> dict[str, str]:
         return {
             MARK: self.identity,
-            SEGMENT: str(len(runs.read_manifest(self.folder)["segments"]) - 1),
+            SEGMENT: str(len(runfolder.read_manifest(self.folder)["segments"]) - 1),
             "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
             # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -172,33 +173,33 @@ class Supervisor:
     def _say(self, status: str) -> None:
         """Note a status on the way; on a full disk later or never, because the reserve is for the last one."""
         with contextlib.suppress(OSError):
-            runs.update_manifest(self.folder, status=status)
+            runfolder.update_manifest(self.folder, status=status)
             self.status = status
 
     def _open_segment(self, restarts: int) -> int:
         """Begin a segment in manifest and events; returns where its output will begin in worker.log."""
-        steps = [beat["step"] for beat in runs.read_heartbeats(self.folder).values() if beat["beats"]]
+        steps = [beat["step"] for beat in runfolder.read_heartbeats(self.folder).values() if beat["beats"]]
         for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
             for path in self.folder.glob(pattern):
                 path.unlink()
         files.fill_reserve(self.folder)
-        segments = runs.read_manifest(self.folder)["segments"]
+        segments = runfolder.read_manifest(self.folder)["segments"]
         segment = {"number": len(segments), "started": time.time(), "restarts": restarts, "step": max(steps, default=0)}
-        events = runs.EventWriter(self.folder)  # rank 0 is not there yet, so this process may write its file
+        events = runfolder.EventWriter(self.folder)  # rank 0 is not there yet, so this process may write its file
         events.write("segment", segment["step"], number=segment["number"], num_ranks=self.config.training.num_gpus)
         events.close()
         self.status = "starting"
-        runs.update_manifest(self.folder, status=self.status, segments=[*segments, segment])
+        runfolder.update_manifest(self.folder, status=self.status, segments=[*segments, segment])
         with contextlib.suppress(FileNotFoundError):
-            return (self.folder / runs.LOG).stat().st_size
+            return (self.folder / runfolder.LOG).stat().st_size
         return 0
 
     def _close_segment(self, end: Verdict, status: str | None = None) -> None:
-        segments = runs.read_manifest(self.folder)["segments"]
+        segments = runfolder.read_manifest(self.folder)["segments"]
         outcome = {"ended": time.time(), "status": end.status, "exit_code": end.exit_code, "cause": end.cause}
         if segments and "ended" not in segments[-1]:
             segments[-1] |= {**outcome, "failures": verdict.read_failures(self.folder)}
-        runs.update_manifest(
+        runfolder.update_manifest(
             self.folder,
             last_words=True,
             status=status or end.status,
@@ -216,7 +217,7 @@ class StallWatch:
 
     def __init__(self, num_ranks: int, timeout_s: float):
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
-        self.startup_s = max(timeout_s, runs.STARTUP_ALLOWANCE_S)
+        self.startup_s = max(timeout_s, runfolder.STARTUP_ALLOWANCE_S)
         started = time.monotonic()
         self.seen: dict[int, tuple] = dict.fromkeys(range(num_ranks), (None, started))
 
@@ -245,13 +246,13 @@ class StallWatch:
         )
         names = f"rank {last[0]}" if len(last) == 1 else f"ranks {', '.join(map(str, last))}"
         silent = now - min(self.seen[rank][1] for rank in last)
-        return f"{names} hung {where}: no heartbeat for {silent:.0f} s (stacks are in {runs.LOG})"
+        return f"{names} hung {where}: no heartbeat for {silent:.0f} s (stacks are in {runfolder.LOG})"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Supervise one run folder."""
     parser = argparse.ArgumentParser(prog="python -m upsnb.supervisor", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="run folder as runs.create made it")
+    parser.add_argument("folder", type=Path, help="run folder as runfolder.create made it")
     parser.add_argument("--attached", action="store_true", help="end the run when standard input closes")
     parser.add_argument("--worker", type=Path, help="script to run on every rank instead of upsnb.worker")
     options = parser.parse_args(arguments)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from upsnb import checkpoint, evaluation, hardware, optimizers, parallel, runs
+from upsnb import checkpoint, evaluation, hardware, optimizers, parallel, runfolder
 from upsnb import config as configs
 from upsnb.config import OperatorStageConfig, RunConfig
 from upsnb.data.batches import Schedule
@@ -18,7 +18,7 @@ from upsnb.events import without_nonfinite
 from upsnb.flips import Flips
 from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
-from upsnb.runs import EventWriter, Heartbeat
+from upsnb.runfolder import EventWriter, Heartbeat
 from upsnb.setup import Setup
 from upsnb.steplog import StepLog
 from upsnb.timing import StepClock, num_graphs
@@ -56,7 +56,7 @@ class Loop:
     def __init__(self, config: RunConfig, folder: Path, ranks: Ranks, events: EventWriter, heartbeat: Heartbeat):
         self.folder, self.ranks, self.events, self.heartbeat = folder, ranks, events, heartbeat
         self.launched = time.perf_counter()
-        self.setup = Setup.build(config, runs.project_root(), ranks, self._say)
+        self.setup = Setup.build(config, runfolder.project_root(), ranks, self._say)
         self.flips = Flips(config, self.setup, ranks, events)
         self.position = Position()
         self._plan()
@@ -198,13 +198,13 @@ class Loop:
     def _agree(self) -> str | None:
         """Rank 0 reads clock and control file; all ranks learn the same and decide the same."""
         limit = self.config.training.time_limit_s
-        message, control = torch.zeros(4, dtype=torch.float64), runs.Control()
+        message, control = torch.zeros(4, dtype=torch.float64), runfolder.Control()
         if self.ranks.rank == 0:
-            control = runs.read_control(self.folder)
+            control = runfolder.read_control(self.folder)
             turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
             by_epochs = (self.position.epoch + turns) / self.stage.epochs
             by_clock = self._elapsed() / limit if limit else 0.0
-            asked = control.command == runs.STOP, control.revision
+            asked = control.command == runfolder.STOP, control.revision
             message[:] = torch.tensor([max(by_epochs, by_clock), by_clock >= 1, *asked])
         self.progress, time_is_up, stop, revision = parallel.broadcast_control(self.ranks, message).tolist()
         if stop:
@@ -318,7 +318,7 @@ class Loop:
             self.events.write(
                 "checkpoint",
                 self.position.step,
-                path=f"{runs.CHECKPOINTS}/{path.name}",
+                path=f"{runfolder.CHECKPOINTS}/{path.name}",
                 best=best,
                 save_s=round(time.perf_counter() - started, 3),
                 size_mib=round(path.stat().st_size / 2**20, 3),
@@ -351,7 +351,7 @@ class Loop:
                 "weights": reported + (", averaged" if setup.ema else ""),
                 "datasets": {name: {split: result} for name, result in results.items()},
             }
-            runs.write_json(self.folder / EVALUATION, without_nonfinite(summary))
+            runfolder.write_json(self.folder / EVALUATION, without_nonfinite(summary))
         memory = parallel.all_gather_objects(self.ranks, self.flips.peak_memory_gib())
         if self.ranks.rank == 0:
             self.events.write(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from upsnb import runs
+from upsnb import runfolder
 
 # Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
 # and torchrun terminates those that are left.
@@ -57,7 +57,7 @@ def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
 
 def _cause(folder: Path, exit_code: int, log_start: int, failures: list[dict]) -> str:
     """The first thing that went wrong; other ranks fail as well once their peer is gone."""
-    entries = summary(runs.log_tail(folder, 1 << 16, log_start))
+    entries = summary(runfolder.log_tail(folder, 1 << 16, log_start))
     # A rank that torchrun has to kill 30 s after another failed is no cause.
     first = [entry for entry in entries if entry["time"] - entries[0]["time"] <= 2]
     for entry in first:
@@ -71,7 +71,7 @@ def _cause(folder: Path, exit_code: int, log_start: int, failures: list[dict]) -
         return f"rank {first[0]['rank']} ended with exit code {first[0]['code']}{_at_step(folder, first[0]['rank'])}"
     if exit_code < 0:
         return f"torchrun was killed by {_signal_name(-exit_code)}"
-    return f"torchrun ended with exit code {exit_code}, see {runs.LOG}"
+    return f"torchrun ended with exit code {exit_code}, see {runfolder.LOG}"
 
 
 def summary(log: str) -> list[dict]:
@@ -100,13 +100,13 @@ def read_failures(folder: Path) -> list[dict]:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether the checkpoint that the run announced last is there."""
-    announced = runs.read_events(folder, ("checkpoint",))
+    announced = runfolder.read_events(folder, ("checkpoint",))
     return bool(announced) and (folder / announced[-1].get("path", "unnamed")).exists()
 
 
 def _end_event(folder: Path) -> dict | None:
     """The end event of the last segment; those of earlier segments say nothing about it."""
-    last = runs.read_events(folder, ("segment", "end"))[-1:]
+    last = runfolder.read_events(folder, ("segment", "end"))[-1:]
     return last[0] if last and last[0]["kind"] == "end" else None
 
 
@@ -125,7 +125,7 @@ def _killed(folder: Path, entry: dict) -> str:
 
 
 def _at_step(folder: Path, rank: int) -> str:
-    beat = runs.read_heartbeats(folder).get(rank)
+    beat = runfolder.read_heartbeats(folder).get(rank)
     return f" at step {beat['step']}" if beat and beat["beats"] else " before its first step"
 
 

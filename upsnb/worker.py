@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 from upsnb import config as configs
-from upsnb import overlays, runs
+from upsnb import overlays, runfolder
 from upsnb.processes import MARK, SEGMENT, is_alive, kill_marked
 
 WATCH_INTERVAL_S = 1.0
@@ -29,11 +29,11 @@ def main(folder: Path | str) -> None:
     watch_supervisor()  # before torch is imported: from here on no rank outlives its supervisor
     heartbeat = None
     try:
-        config = configs.load(folder / runs.CONFIG)
+        config = configs.load(folder / runfolder.CONFIG)
         if int(os.environ.get(SEGMENT, 0)) > 0:  # a relaunch continues, whatever the first launch did
             config = overlays.apply(config, {"checkpoint.resume": True})
         rank = int(os.environ.get("RANK", 0))
-        heartbeat, events = runs.Heartbeat(folder, rank), runs.EventWriter(folder, rank)
+        heartbeat, events = runfolder.Heartbeat(folder, rank), runfolder.EventWriter(folder, rank)
         from upsnb import parallel, training
 
         ranks = parallel.initialise(config)
@@ -70,11 +70,11 @@ def watch_supervisor() -> None:
     threading.Thread(target=watch, name="watch-supervisor", daemon=True).start()
 
 
-def _record_failure(folder: Path, error: BaseException, heartbeat: runs.Heartbeat | None) -> None:
+def _record_failure(folder: Path, error: BaseException, heartbeat: runfolder.Heartbeat | None) -> None:
     """Write `failure.rank<k>.json` for the supervisor and the traceback for the log."""
     rank = int(os.environ.get("RANK", 0))
     failure = {
-        "format": runs.FORMAT,
+        "format": runfolder.FORMAT,
         "rank": rank,
         "time": time.time(),
         "step": heartbeat.step if heartbeat else None,  # last one this rank began; None before the first
@@ -84,7 +84,7 @@ def _record_failure(folder: Path, error: BaseException, heartbeat: runs.Heartbea
         "disk_full": is_disk_full(error, folder),
     }
     try:
-        runs.write_json(folder / f"failure.rank{rank}.json", failure, last_words=True)
+        runfolder.write_json(folder / f"failure.rank{rank}.json", failure, last_words=True)
     except OSError as second:
         failure["traceback"] += f"\nand the failure file could not be written: {second}\n"
     with contextlib.suppress(OSError, ValueError):  # the log may be on the full disk, or its reader gone

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, parallel, runs, training
+from upsnb import checkpoint, parallel, runfolder, training
 from upsnb.data.batches import Loader
 
 pytestmark = [
@@ -117,8 +117,10 @@ def test_a_continued_run_is_the_run_that_was_never_stopped(train_cuda, tmp_path)
     settings = {"operator.pdet.drop_path": 0.3, "training.noise": 0.1, "optimizer.name": "adamw"}
     whole = losses(train_cuda(tmp_path / "whole", **settings))
     folder = tmp_path / "parts"
-    train_cuda(folder, lambda step: runs.write_control(folder, None, runs.STOP) if step == 13 else None, **settings)
-    (folder / runs.CONTROL).unlink()
+    train_cuda(
+        folder, lambda step: runfolder.write_control(folder, None, runfolder.STOP) if step == 13 else None, **settings
+    )
+    (folder / runfolder.CONTROL).unlink()
     parts = losses(train_cuda(folder, **settings, **{"checkpoint.resume": True}))
     np.testing.assert_allclose(parts, whole, rtol=1e-3)  # sums on a GPU come in any order; other noise would be 0.1
 

@@ -19,7 +19,7 @@ def train(config, folder, ranks, events, heartbeat):
     import torch
     import torch.distributed as dist
 
-    from upsnb import parallel, runs
+    from upsnb import parallel, runfolder
 
     kind, rank, at, *segment = os.environ.get("UPSNB_FAULT", "none:0:0").split(":")
     armed = int(rank) == ranks.rank and segment in ([], [os.environ.get("UPSNB_SEGMENT")])
@@ -31,7 +31,7 @@ def train(config, folder, ranks, events, heartbeat):
         heartbeat.beat(step)
         if armed and step == int(at):
             misbehave(kind, folder)
-        stop = torch.tensor([runs.read_control(folder).command == runs.STOP], dtype=torch.int64)
+        stop = torch.tensor([runfolder.read_control(folder).command == runfolder.STOP], dtype=torch.int64)
         total = torch.ones(1)
         if ranks.world_size > 1:
             dist.all_reduce(total)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, parallel, runs, training
+from upsnb import checkpoint, parallel, runfolder, training
 from upsnb import config as configs
 from upsnb import worker as real_worker
 from upsnb.data.batches import Schedule
@@ -86,7 +86,7 @@ CASES = {  # name: (ranks, settings)
 
 def launch(config, folder: Path, num_ranks: int) -> None:
     """Run to the end under torchrun; its log is the message where that fails."""
-    runs.create(config, folder)
+    runfolder.create(config, folder)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
@@ -112,8 +112,8 @@ def pair(request, cache, tiny_config, tmp_path_factory):
             config = tiny_config(**{**COMMON, **settings, **own})
             folder = tmp_path_factory.mktemp("run") / "run"
             if ranks == 1:
-                runs.create(config, folder)
-                events, heartbeat = runs.EventWriter(folder), runs.Heartbeat(folder, 0)
+                runfolder.create(config, folder)
+                events, heartbeat = runfolder.EventWriter(folder), runfolder.Heartbeat(folder, 0)
                 training.train(config, folder, Ranks(), events, heartbeat)
                 events.close()
             else:
@@ -124,7 +124,7 @@ def pair(request, cache, tiny_config, tmp_path_factory):
 
 
 def curve(folder, key):
-    return np.array([event[key] for event in runs.read_events(folder, ("step",))])
+    return np.array([event[key] for event in runfolder.read_events(folder, ("step",))])
 
 
 def seen(folder, num_ranks):
@@ -136,7 +136,7 @@ def test_the_number_of_ranks_does_not_change_the_loss_curve(pair):
     assert len(curve(alone, "step")) > 10
     np.testing.assert_allclose(curve(together, "loss"), curve(alone, "loss"), rtol=1e-4)
     np.testing.assert_allclose(curve(together, "gradient_norm"), curve(alone, "gradient_norm"), rtol=1e-3)
-    for one, other in zip(runs.read_events(alone, ("step",)), runs.read_events(together, ("step",))):
+    for one, other in zip(runfolder.read_events(alone, ("step",)), runfolder.read_events(together, ("step",))):
         assert one["losses"].keys() == other["losses"].keys()
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-3, abs=1e-6)
         assert (one["learning_rate"], one["datasets"]) == (other["learning_rate"], other["datasets"])
@@ -150,7 +150,7 @@ def test_the_number_of_ranks_does_not_change_the_evaluation(pair):
         assert first["per_sample"]["samples"] == second["per_sample"]["samples"]
         for key in ("nrmse_mean", "nrmse_median", "rmse", "max_error"):
             assert first[key] == pytest.approx(second[key], rel=1e-3)
-    scores = [runs.read_events(folder, ("eval",))[-1]["val_nrmse"] for folder in (alone, together)]
+    scores = [runfolder.read_events(folder, ("eval",))[-1]["val_nrmse"] for folder in (alone, together)]
     assert scores[0] == pytest.approx(scores[1], rel=1e-3)
 
 
@@ -183,9 +183,9 @@ def test_ranks_draw_different_noise(pair):
 
 def test_only_rank_zero_writes_the_curve(pair):
     _, folder, num_ranks = pair
-    assert all(not runs.read_events(folder, ("step", "end"), rank=rank) for rank in range(1, num_ranks))
-    assert [event["reason"] for event in runs.read_events(folder, ("end",))] == ["epochs"]
-    assert len(runs.read_events(folder, ("end",))[0]["peak_memory_gib"]) == num_ranks
+    assert all(not runfolder.read_events(folder, ("step", "end"), rank=rank) for rank in range(1, num_ranks))
+    assert [event["reason"] for event in runfolder.read_events(folder, ("end",))] == ["epochs"]
+    assert len(runfolder.read_events(folder, ("end",))[0]["peak_memory_gib"]) == num_ranks
 
 
 def test_a_checkpoint_of_several_ranks_continues_on_one(pair):

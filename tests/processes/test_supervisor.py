@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from upsnb import launch, overlays, runs
+from upsnb import launch, overlays, runfolder, runs
 from upsnb.errors import RunError, RunFailed
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")]
@@ -71,7 +71,7 @@ def assert_failed(run, status="failed"):
 def wait_for_step(run, step):
     deadline = time.monotonic() + 40
     while not any(event["step"] >= step for event in run.events(["step"])):
-        assert run.status() in runs.ALIVE and time.monotonic() < deadline, run.log_tail()
+        assert run.status() in runfolder.ALIVE and time.monotonic() < deadline, run.log_tail()
         time.sleep(0.05)
 
 
@@ -170,15 +170,15 @@ def test_stopped_run_finishes_and_can_be_continued(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
     wait_for_step(run, 2)
     with pytest.raises(RunError, match="is (starting|running)"):
-        runs.create(config(2), run.folder)
+        runfolder.create(config(2), run.folder)
     run.stop()
     assert run.wait(timeout=30) == "finished" and run.manifest["end_reason"] == "stopped"
     assert run._process.wait(10) == 0
     assert_nothing_left(run.folder)
     with pytest.raises(RunError, match=r"checkpoint\.resume"):
-        runs.create(config(2), run.folder)
-    runs.create(overlays.apply(config(2), {"checkpoint.resume": True}), run.folder)
-    assert runs.read_control(run.folder).command is None and len(run.manifest["segments"]) == 1
+        runfolder.create(config(2), run.folder)
+    runfolder.create(overlays.apply(config(2), {"checkpoint.resume": True}), run.folder)
+    assert runfolder.read_control(run.folder).command is None and len(run.manifest["segments"]) == 1
 
 
 def test_second_sigterm_ends_a_run_that_cannot_stop(monkeypatch, tmp_path):
@@ -211,7 +211,7 @@ time.sleep(600)
 """
     kernel = subprocess.Popen([sys.executable, "-c", code])
     try:
-        while not (folder / runs.MANIFEST).exists():
+        while not (folder / runfolder.MANIFEST).exists():
             time.sleep(0.1)
         run = runs.Run.attach(folder)
         wait_for_step(run, 2)
