@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from upsnb import __main__ as command
-from upsnb import hardware, overlays
+from upsnb import hardware, overlays, phases
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 
@@ -31,6 +31,7 @@ MODULES = {
     if path.name != "__init__.py"
 }
 PARAMS = sorted((ROOT / "params").glob("*.yaml"))
+ROLLBACKS = sorted((ROOT / "params/rollback").glob("*.yaml"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -222,6 +223,28 @@ def test_params_file_is_valid_and_runs_here_or_says_why_not(path):
 def test_params_file_stands_alone_under_papermill(path):
     """`papermill -f` knows no layers: without this line the notebook's own preset would stay below the file."""
     assert yaml.safe_load(path.read_text())["preset"] == ""
+
+
+@pytest.mark.parametrize("phase", phases.PHASES, ids=lambda phase: phase.name)
+def test_every_phase_has_a_rollback_that_switches_it_off(phase):
+    (path,) = [path for path in ROLLBACKS if path.stem == f"{phase.number}_{phase.name}"]
+    before = overlays.load(ROOT / "params/aggressive.yaml")
+    others = [other for other in phases.PHASES if other is not phase]
+    if phase.name == "bf16":  # without it comes float16, which optimizer offload excludes
+        others.remove(phases.BY_NAME["optimizer_offload"])
+        before = overlays.resolve(overlays.read(ROOT / "params/rollback/5_optimizer_offload.yaml"), base=before)
+    after = overlays.resolve(overlays.read(path), base=before)
+    assert phases.is_on(phase, before) and not phases.is_on(phase, after)
+    assert all(phases.is_on(other, after) for other in others)
+
+
+@pytest.mark.parametrize(("name", "last"), [("conservative", 6), ("aggressive", 8)])
+def test_presets_have_the_phases_they_name_and_nothing_of_a_model(name, last):
+    config = overlays.load(ROOT / "params" / f"{name}.yaml")
+    assert [phase.number for phase in phases.PHASES if phases.is_on(phase, config)] == list(range(1, last + 1))
+    assert {path.split(".")[0] for path in overlays.flatten(overlays.read(ROOT / "params" / f"{name}.yaml"))} <= {
+        *("operator", "training", "optimizer", "logging")
+    }
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=ids(DOCUMENTS))

@@ -1,0 +1,37 @@
+"""The reference setups as they are written, rehearsed at reduced size on CPU ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from upsnb import hardware, launch, overlays, phases
+
+PARAMS = Path(__file__).resolve().parents[2] / "params"
+REFERENCE = ("2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized")
+
+
+def rehearsal(name: str):
+    return overlays.load(PARAMS / f"{name}.yaml", PARAMS / "rehearse.yaml")
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_a_rehearsal_changes_size_and_device_but_no_phase_loss_or_batch(name):
+    changed = overlays.difference(overlays.load(PARAMS / f"{name}.yaml"), rehearsal(name))
+    kept = {path for phase in phases.PHASES for path in (*phase.on, *phase.ladder)} - {"training.num_workers"}
+    assert not kept & changed.keys()
+    assert not any(path.startswith(("training.lambda_", "training.num_gpus", "optimizer.")) for path in changed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", REFERENCE)
+def test_a_reference_file_trains_as_it_is_written(name, tmp_path, data_root):
+    config = overlays.apply(rehearsal(name), {"data.root": str(data_root / "rehearsal")})
+    config, skipped = phases.skip_missing(config, hardware.detect())
+    assert skipped.keys() <= {"optimizer_offload"}
+    run = launch.start(config, tmp_path / "run", attached=True)
+    assert run.wait(280) == "finished"
+    (start,) = run.events(("start",))
+    assert start["num_ranks"] == config.training.num_gpus
+    first, last = run.events(("eval",))[:: len(run.events(("eval",))) - 1]
+    assert all(last["val_nrmse"][dataset] < first["val_nrmse"][dataset] for dataset in first["val_nrmse"])
