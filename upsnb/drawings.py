@@ -128,7 +128,7 @@ class RunFigures:
         return figures.loss_terms(list(steps), curves, validation=validation)
 
     def throughput(self, speed: dict) -> Figure:
-        """Samples per second of every step, and the median with its interval (`report.steady_throughput`)."""
+        """Samples per second of every step, and the median with its interval (`steady_throughput`)."""
         steps = list(_latest(self.events).values())
         columns = ([step[key] for step in steps] for key in ("time_s", "samples_per_s", "steady"))
         return figures.throughput(*columns, *_floats([speed["median"]]), tuple(_floats(speed["ci95"])))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import mmap
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -99,6 +101,12 @@ class Tail:
         except ValueError:
             return [self._parse(line, start) for line in lines]
 
+    def skip(self, num_bytes: int) -> None:
+        """Begin with the first whole line after the file's first `num_bytes`."""
+        with open(self.path, "rb") as file:
+            file.seek(max(0, num_bytes - 1))
+            self._offset = file.tell() + len(file.readline()) if num_bytes else 0
+
     def _parse(self, line: bytes, start: int) -> dict:
         try:
             return json.loads(line)
@@ -110,6 +118,42 @@ class Tail:
 def read_events(folder: Path, kinds=None, rank: int = 0) -> list[dict]:
     """All events so far, or those of some kinds."""
     return Tail(folder, kinds, rank).read()
+
+
+def last_events(folder: Path, kinds: Sequence[str], rank: int = 0) -> dict[str, dict]:
+    """The last whole event of each kind; found from the file's end, so that a long run costs no more than a short one.
+
+    A kind that never came is searched for in the whole file, at memory speed and without parsing.
+    """
+    try:
+        with (
+            open(events_path(folder, rank), "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            return {
+                kind: event for kind in kinds if (event := _last(data, f'{{"kind": "{kind}",'.encode())) is not None
+            }
+    except (FileNotFoundError, ValueError):  # mmap refuses an empty file
+        return {}
+
+
+def _last(data: mmap.mmap, start: bytes) -> dict | None:
+    before = len(data)
+    while (begin := data.rfind(start, 0, before)) >= 0:
+        before = begin
+        end = data.find(b"\n", begin)
+        if end >= 0 and (begin == 0 or data[begin - 1 : begin] == b"\n"):  # a whole line, not a text within one
+            with contextlib.suppress(ValueError):  # damaged: the one before it is the last that says something
+                return json.loads(data[begin:end])
+    return None
+
+
+def newest_events(folder: Path, kinds: Sequence[str], num_bytes: int, rank: int = 0) -> list[dict]:
+    """The events of some kinds in the last `num_bytes` of the file."""
+    tail = Tail(folder, kinds, rank)
+    with contextlib.suppress(FileNotFoundError):
+        tail.skip(max(0, tail.path.stat().st_size - num_bytes))
+    return tail.read()
 
 
 class Heartbeat:

@@ -11,6 +11,7 @@ from upsnb import config as configs
 from upsnb import overlays, runfolder
 from upsnb.config import RunConfig
 from upsnb.errors import RunFailed
+from upsnb.runtable import table as table  # of all runs, beside the one run below
 
 
 class Run:

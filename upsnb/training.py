@@ -18,6 +18,7 @@ from upsnb.events import without_nonfinite
 from upsnb.flips import Flips
 from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
+from upsnb.phases import PHASES, is_on
 from upsnb.runfolder import EventWriter, Heartbeat
 from upsnb.setup import Setup
 from upsnb.steplog import StepLog
@@ -108,6 +109,7 @@ class Loop:
             self.position.step,
             num_ranks=self.ranks.world_size,
             device=self.ranks.device.type,
+            phases_on=[phase.name for phase in PHASES if is_on(phase, self.config)],
             parameters=count_parameters(setup.model),
             operator_parameters=count_parameters(setup.model.operator),
             total_steps=self.total_steps,
