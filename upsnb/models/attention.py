@@ -6,11 +6,16 @@ S space dimensions, C channels, T frames.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 NUM_MODULATIONS = 4  # scale and shift, before attention and before the MLP
 
 
@@ -47,13 +52,28 @@ def rotate(x_BHND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 def attend(q_BHND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, backend: str) -> Tensor:
     """softmax(q k / sqrt(D)) v; the backends differ in speed, memory and rounding only.
 
-    `math` writes the scores out: on a CPU the compiler fuses it into a third of the fused kernel's time at 256 tokens
-    in bfloat16 (forward and backward 4.8 against 12.2 ms, 2 cores with avx512_bf16), for L^2 memory.
+    `sdpa` lets torch choose a kernel, `flash` (arXiv 2205.14135) and `efficient` (arXiv 2112.05682) name one, and fail
+    where it cannot run. `flex` is FlexAttention (arXiv 2412.05496), a kernel that the compiler generates, inside a
+    compiled block or not. `math` writes the scores out: on a CPU the compiler fuses it into a third of the fused
+    kernel's time at 256 tokens in bfloat16 (forward and backward 4.8 against 12.2 ms, 2 cores with avx512_bf16), for
+    L^2 memory.
     """
     if backend == "math":
         scores = (q_BHND * q_BHND.shape[-1] ** -0.5) @ k_BHLD.transpose(-1, -2)
         return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BHLD.dtype) @ v_BHLD
+    if backend == "flex":
+        kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        return kernel(q_BHND, k_BHLD, v_BHLD)
+    if backend in KERNELS:
+        with sdpa_kernel(KERNELS[backend]):
+            return F.scaled_dot_product_attention(q_BHND, k_BHLD, v_BHLD)
     return F.scaled_dot_product_attention(q_BHND, k_BHLD, v_BHLD)
+
+
+@functools.cache
+def _compiled_flex():
+    """FlexAttention as its own kernel; uncompiled it would write the scores out, slower than `math`."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class Attention(nn.Module):
@@ -81,8 +101,11 @@ class Attention(nn.Module):
             q = rotate(q, table)
         if context_table is not None:
             k = rotate(k, context_table)
+        # The backend is a choice of the training step. In evaluation, in float32 and on any machine, torch chooses: no
+        # metric may depend on how fast the step was made, and flash attention takes no float32 on CUDA.
+        backend = self.backend if self.training else "sdpa"
         # RMSNorm leaves autocast for float32; attention kernels want one dtype
-        y = attend(q.to(v.dtype), k.to(v.dtype), v, self.backend)
+        y = attend(q.to(v.dtype), k.to(v.dtype), v, backend)
         return self.output(y.transpose(1, 2).reshape(batch, num_queries, dim))
 
 

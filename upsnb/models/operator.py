@@ -34,7 +34,7 @@ class Operator(nn.Module):
             block.recompute_mlp = on and config.checkpoint_parts in ("all", "mlp")
 
     def set_attention(self, backend: str) -> None:
-        """Choose the attention kernel; parameters and results stay, rounding may not."""
+        """Choose the attention kernel of training steps; parameters and results stay, rounding may not."""
         for block in self.blocks:
             block.attention.backend = backend
 
