@@ -29,7 +29,7 @@ def batches(setup: Setup, count: int = 2) -> list:
 def gradients(setup: Setup, chosen: list) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of fixed batches, the setup's own precision and losses; the setup stays as it was."""
     from upsnb.losses import active_terms
-    from upsnb.setup import amp_dtype
+    from upsnb.precision import amp_dtype
 
     generator = setup.generator.get_state()
     setup.model.zero_grad()

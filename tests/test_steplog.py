@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from upsnb.compiling import Compilation
 from upsnb.errors import RunError
 from upsnb.events import EventWriter, read_events
 from upsnb.steplog import MOST_NONFINITE, StepLog
@@ -21,7 +22,8 @@ def log(tmp_path):
 
 
 def add(log: StepLog, step: int, loss: float) -> None:
-    known = {"step": step, "epoch": 0, "data_wait_ms": 0.1, "datasets": ["a"], "learning_rate": 1e-3, "graphs": 0}
+    known = {"step": step, "epoch": 0, "data_wait_ms": 0.1, "datasets": ["a"], "learning_rate": 1e-3}
+    known |= {"compiled": Compilation(), "optimizer": (0.0, 0.001)}
     log.add(known, torch.tensor(loss), {"relative": torch.tensor(loss)}, torch.tensor(1.0), samples=8)
 
 

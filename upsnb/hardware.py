@@ -21,6 +21,7 @@ class Hardware:
     device_name: str
     device_memory_gib: float  # of one device; of the host on a CPU
     num_cores: int
+    compute_capability: tuple[int, int] | None = None  # of a CUDA device
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -31,7 +32,8 @@ def detect() -> Hardware:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return Hardware("cuda", torch.cuda.device_count(), properties.name, properties.total_memory / 2**30, cores)
+        memory, capability = properties.total_memory / 2**30, (properties.major, properties.minor)
+        return Hardware("cuda", torch.cuda.device_count(), properties.name, memory, cores, capability)
     return Hardware("cpu", 1, _processor_name(), _host_memory_gib(), cores)
 
 
@@ -73,14 +75,43 @@ def problems(config: RunConfig, hardware: Hardware) -> list[str]:
         sentences.append(
             "training.compile_mode: reduce-overhead records CUDA graphs and this run is on the CPU -> set it to default"
         )
-    if config.operator.pdet.attention == "flex":
-        sentences.append("operator.pdet.attention: flex is not in this version -> set it to sdpa or math")
+    if device == "cpu" and training.cpu_offload_optimizer:
+        sentences.append(
+            "training.cpu_offload_optimizer: AdamW already steps in host memory, because this run is on the CPU -> set "
+            "it to false"
+        )
+    if device == "cpu" and training.tf32:
+        sentences.append(
+            "training.tf32: TensorFloat-32 is a format of CUDA's tensor cores and this run is on the CPU -> set it to "
+            "false"
+        )
+    sentences += _attention_problems(config, device, hardware)
     sentences += [f"{path}: {sentence}" for path, sentence in _NOT_YET.items() if _is_on(config, path)]
     return sentences
 
 
+def _attention_problems(config: RunConfig, device: str, hardware: Hardware) -> list[str]:
+    backend, training = config.operator.pdet.attention, config.training
+    if backend == "flex" and device == "cpu":
+        why = "FlexAttention has no backward pass on the CPU -> set it to sdpa or math"
+    elif backend == "efficient" and device == "cpu":
+        why = "the memory-efficient kernel is CUDA's and this run is on the CPU -> set it to sdpa or flash"
+    elif backend == "flash" and device == "cuda" and not (training.amp and training.amp_dtype != "float32"):
+        why = (
+            "flash attention on CUDA takes float16 or bfloat16 and this run computes in float32 -> set training.amp to "
+            "true with one of them, or choose efficient"
+        )
+    elif (
+        backend == "flash" and device == "cuda" and hardware.compute_capability and hardware.compute_capability < (8, 0)
+    ):
+        found = ".".join(map(str, hardware.compute_capability))
+        why = f"flash attention needs compute capability 8.0 and {hardware.device_name} has {found} -> choose efficient"
+    else:
+        return []
+    return [f"operator.pdet.attention: {backend} cannot run here: {why}"]
+
+
 _NOT_YET = {
-    "training.cpu_offload_optimizer": "optimizer offload is not in this version -> set it to false",
     "training.use_fsdp2": "sharded training is not in this version -> set it to false",
     "stages.diff_residual.epochs": "the diffusion stage is not in this version -> set it to 0",
     "stages.consistency_distill.epochs": "the distillation stage is not in this version -> set it to 0",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from upsnb.config import OptimizerConfig, SchedulerConfig
+from upsnb.offload import OffloadedAdamW
 
 
 def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -26,8 +27,12 @@ def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list
     return hidden, weights, plain
 
 
-def build(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """Optimizers that together own every trained parameter exactly once."""
+def build(model: nn.Module, config: OptimizerConfig, offload: bool = False) -> list[torch.optim.Optimizer]:
+    """Optimizers that together own every trained parameter exactly once.
+
+    Args:
+        offload: keep AdamW's state on the host and step there; Muon stays on the device, where its matrix products are.
+    """
     hidden, weights, plain = split_parameters(model)
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon_hybrid" and hidden:
@@ -47,8 +52,11 @@ def build(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimiz
         {"params": weights, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    how = {"fused": config.fused or None, "foreach": config.foreach}
-    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **how))
+    if offload:
+        optimizers.append(OffloadedAdamW(groups, config.lr, config.betas))
+    else:
+        how = {"fused": config.fused or None, "foreach": config.foreach}
+        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **how))
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers
@@ -63,18 +71,31 @@ def moments(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[s
 def give_moments(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], given: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Let optimizers continue with the `moments` of others; a parameter that changed its optimizer starts anew."""
+    """Let optimizers continue with the `moments` of others; a parameter that changed its optimizer starts anew.
+
+    Moments move to where the new optimizer wants them: on the parameter's device, or on the host.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         needed = {"momentum_buffer"} if isinstance(optimizer, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = given.get(names[parameter], {})
-                if needed <= state.keys():
-                    optimizer.state[parameter] = {key: state[key] for key in needed}
-                    if "step" in needed:  # a fused step reads it on the device, the others on the host
-                        device = parameter.device if group["fused"] else "cpu"
-                        optimizer.state[parameter]["step"] = torch.as_tensor(state["step"]).to(device)
+                if not needed <= state.keys():
+                    continue
+                if isinstance(optimizer, OffloadedAdamW):
+                    optimizer.give_state(parameter, {key: state[key] for key in needed})
+                    continue
+                optimizer.state[parameter] = {key: torch.as_tensor(state[key]).to(parameter.device) for key in needed}
+                if "step" in needed and not group["fused"]:  # a fused step reads it on the device, others on the host
+                    optimizer.state[parameter]["step"] = torch.as_tensor(state["step"]).to("cpu")
+
+
+def weights_changed(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Tell optimizers that keep copies of the weights that these were loaded; averages swapped in and out need not."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, OffloadedAdamW):
+            optimizer.refresh()
 
 
 class Together:

@@ -27,6 +27,7 @@ from upsnb.processes import is_alive
 FORMAT = 1  # version of manifest.json and control.json
 CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
 CHECKPOINTS = "checkpoints"
+COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs
 ALIVE = ("starting", "running", "stopping")
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
 COMMANDS = (STOP, "checkpoint", "pause", "resume")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from upsnb import checkpoint, hardware, optimizers, overlays, parallel
+from upsnb import checkpoint, compiling, hardware, optimizers, overlays, parallel, precision
 from upsnb import config as configs
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, Loader
@@ -22,13 +22,7 @@ from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
 from upsnb.phases import HOT, LOADER
 from upsnb.rules import INVERSE_TERMS
-
-AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": None}
-
-
-def amp_dtype(config: RunConfig) -> torch.dtype | None:
-    """The autocast dtype of the step; None computes in float32."""
-    return AMP_DTYPES[config.training.amp_dtype] if config.training.amp else None
+from upsnb.timing import mark
 
 
 def needs_inverse_heads(config: RunConfig) -> bool:
@@ -71,6 +65,8 @@ class Setup:
     plateau: optimizers.Plateau
     generator: torch.Generator
     build_s: dict[str, float] = field(default_factory=dict)  # seconds per part, for the start event
+    tf32: precision.Tf32 = field(default_factory=precision.Tf32)
+    optimizer_marks: tuple = (0.0, 0.0)  # begin and end of the optimizers' part of the last step, for its event
 
     @classmethod
     def build(cls, config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None] = print) -> Setup:
@@ -90,15 +86,17 @@ class Setup:
         model = build_model(config, datasets).to(device)
         torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
         generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
-        set_compile(model, training.compile_mode if training.compile else None)
+        compiling.set_compile(model, training.compile_mode if training.compile else None)
         module = LossModule(model, training, generator, touch_all=ranks.world_size > 1)
         loss = parallel.wrap_ddp(module, ranks)
-        made = optimizers.build(model, config.stages.operator.optimizer or config.optimizer)
-        scaler = build_scaler(config, device)
+        made = build_optimizers(model, config)
+        scaler = precision.build_scaler(config, device)
         ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
         lap("model")
         plateau = optimizers.Plateau(config.stages.operator.scheduler)
-        return cls(config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s)
+        built = cls(config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s)
+        built.tf32.set(training.tf32)  # last: what fails before leaves nothing process-wide behind
+        return built
 
     def update(self, new: RunConfig) -> None:
         """Make this the setup of another config, between two steps; only what depends on a changed setting is touched.
@@ -136,10 +134,11 @@ class Setup:
             self.model.operator.set_checkpointing(new.operator.pdet)
             self.model.operator.set_attention(new.operator.pdet.attention)
         if touches("training.compile"):
-            set_compile(self.model, training.compile_mode if training.compile else None)
-        if amp_dtype(new) != amp_dtype(self.config):
-            self.scaler = build_scaler(new, ranks.device)
-        if touches("optimizer", "stages.operator.optimizer"):
+            compiling.set_compile(self.model, training.compile_mode if training.compile else None)
+        if precision.amp_dtype(new) != precision.amp_dtype(self.config):
+            self.scaler = precision.build_scaler(new, ranks.device)
+        self.tf32.set(training.tf32)
+        if touches("optimizer", "stages.operator.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
         self._loss_module.config = training
         self.config = new
@@ -150,10 +149,11 @@ class Setup:
 
     def _rebuild_optimizers(self, new: RunConfig) -> None:
         """New optimizers under new settings, with the moments of the old ones."""
-        made = optimizers.build(self.model, new.stages.operator.optimizer or new.optimizer)
+        made = build_optimizers(self.model, new)
         optimizers.give_moments(self.model, made, optimizers.moments(self.model, self.optimizers))
         self.optimizers = made
 
+    @compiling.step
     def step(self, batches: list[Batch], step: int, microbatch: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """One optimizer step over its microbatches.
 
@@ -164,7 +164,7 @@ class Setup:
             Mean loss, mean of each term over the microbatches that computed it, both over all ranks, and the gradient
             norm: tensors on the device; reading them synchronises, so the loop reads them later.
         """
-        training, dtype = self.config.training, amp_dtype(self.config)
+        training, dtype = self.config.training, precision.amp_dtype(self.config)
         totals, terms, computed = [], {}, set()
         for number, batch in enumerate(batches):
             # Datasets take turns: counted over all of them, "every second" would always be the same dataset's.
@@ -222,7 +222,9 @@ class Setup:
         together = optimizers.Together(self.optimizers)
         self.scaler.unscale_(together)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or float("inf"), foreach=True)
+        begin = mark(self.ranks.device)
         self.scaler.step(together)
+        self.optimizer_marks = begin, mark(self.ranks.device)
         self.scaler.update()
         together.zero_grad()
         if self.ema is not None:
@@ -252,6 +254,7 @@ class Setup:
         """
         optimizers.give_moments(self.model, self.optimizers, state["moments"])
         self.model.load_state_dict(state["model"])
+        optimizers.weights_changed(self.optimizers)
         if state["scaler"]:  # empty where the saved run needed none
             self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
@@ -267,21 +270,10 @@ class Setup:
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
 
 
-def build_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
-    """Loss scaling for float16; does nothing for other dtypes."""
-    return torch.amp.GradScaler(device.type, enabled=amp_dtype(config) == torch.float16)
-
-
-def set_compile(model: UPS, mode: str | None) -> None:
-    """Compile the repeated parts in place, so that no parameter changes its name (`block.compile()`); None: undo.
-
-    Shapes are static per dataset: one graph each. What was compiled before is found again, not compiled again.
-    """
-    for module in (*model.operator.blocks, *model.encoders.values(), *model.decoders.values()):
-        if mode is None:
-            module._compiled_call_impl = None  # where Module.compile puts it; there is no public way back
-        else:
-            module.compile(mode=None if mode == "default" else mode, dynamic=False)
+def build_optimizers(model: UPS, config: RunConfig) -> list[torch.optim.Optimizer]:
+    """Fresh optimizers of the stage."""
+    chosen = config.stages.operator.optimizer or config.optimizer
+    return optimizers.build(model, chosen, offload=config.training.cpu_offload_optimizer)
 
 
 def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:

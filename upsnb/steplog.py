@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upsnb.errors import RunError
 from upsnb.events import EventWriter
-from upsnb.timing import StepClock, peak_memory_gib
+from upsnb.timing import StepClock, elapsed_ms, peak_memory_gib
 
 MOST_NONFINITE = 20  # losses in a row: float16's scaler needs a few to find its scale, lost weights never come back
 Observer = Callable[[int, float, float, bool], None]  # step, samples per second, step time [ms], steady
@@ -30,7 +30,8 @@ class StepLog:
         """Take a step that has been launched; call once a step, before anything else is launched.
 
         Args:
-            known: fields the host knows already, `step` and `graphs` (compiled in this step) among them.
+            known: fields the host knows already, among them `step`, `compiled` (the Compilation of this step) and
+                `optimizer` (marks of its begin and end on the device).
             loss, terms, norm: scalars on the device.
             samples: pairs of the step, all ranks.
         """
@@ -58,8 +59,8 @@ class StepLog:
 
     def _write(self, known: dict, terms: list[str], values: list[float], samples: int, time_s: float, step_ms: float):
         fields = dict(known)
-        step, graphs = fields.pop("step"), fields.pop("graphs")
-        steady, samples_per_s = self.clock.is_steady(step, graphs), samples / step_ms * 1e3
+        step, compiled, optimizer = (fields.pop(key) for key in ("step", "compiled", "optimizer"))
+        steady, samples_per_s = self.clock.is_steady(step, compiled.graphs), samples / step_ms * 1e3
         loss, norm, *losses = values
         self.events.write(
             "step",
@@ -70,12 +71,13 @@ class StepLog:
             loss=loss,
             losses=dict(zip(terms, losses, strict=True)),
             gradient_norm=norm,
+            optimizer_ms=round(elapsed_ms(*optimizer), 3),  # before the end of the step, which the device has passed
             **fields,
             peak_memory_gib=round(peak_memory_gib(self.clock.device), 4),
             steady=steady,
         )
-        if graphs:
-            self.events.write("compile", step, graphs=graphs, duration_s=round(step_ms / 1e3, 3))
+        if compiled:
+            self.events.write("compile", step, **compiled.as_dict())
         self.observe(step, samples_per_s, step_ms, steady)
         self.nonfinite = 0 if math.isfinite(loss) else self.nonfinite + 1
         if self.nonfinite == MOST_NONFINITE:

@@ -166,6 +166,10 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
             # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Beside the runs, because torch's own place is gone with /tmp: the second run compiles nothing anew.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+                "TORCHINDUCTOR_CACHE_DIR", str(self.folder.parent / runfolder.COMPILE_CACHE)
+            ),
         }
 
     # -- manifest ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Times, compilations and memory of steps, measured without making any step wait."""
+"""Times and memory of steps, measured without making any step wait."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ import torch
 WARMUP_STEPS = 5  # never counted as steady: caches, allocator and clocks settle
 
 
+def mark(device: torch.device):
+    """This moment on a device: an event in its queue on CUDA, the host's clock elsewhere; nothing waits for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(start, end) -> float:
+    """Milliseconds between two marks of one device; on CUDA both must be done, or it waits."""
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
 class StepClock:
     """Times of step ends: device events on CUDA, read when they are done, so that no step waits for its own timing."""
 
@@ -21,23 +35,16 @@ class StepClock:
         self.first_done = math.nan
         self.unsteady_until = 0
 
-    def _mark(self):
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def start(self) -> None:
-        self.origin = self.previous = self._mark()
+        self.origin = self.previous = mark(self.device)
 
     def step(self) -> None:
         """Call at the end of each step."""
-        self.ends.append(self._mark())
+        self.ends.append(mark(self.device))
 
     def interrupt(self) -> None:
         """Something that is no step happened: the next step starts now and is not steady."""
-        self.ends.append(("restart", self._mark()))
+        self.ends.append(("restart", mark(self.device)))
         self.interrupted = True
 
     def settle(self, step: int) -> None:
@@ -55,9 +62,7 @@ class StepClock:
                 end.synchronize()
             elif not end.query():
                 return None
-            result = self.origin.elapsed_time(end) / 1e3, self.previous.elapsed_time(end)
-        else:
-            result = end - self.origin, 1e3 * (end - self.previous)
+        result = elapsed_ms(self.origin, end) / 1e3, elapsed_ms(self.previous, end)
         self.previous = self.ends.popleft()
         return result
 
@@ -70,11 +75,6 @@ class StepClock:
         steady = step >= self.first_step + WARMUP_STEPS and step > self.unsteady_until and not self.interrupted
         self.interrupted = False
         return steady
-
-
-def num_graphs() -> int:
-    """Graphs compiled by this process so far."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def peak_memory_gib(device: torch.device) -> float:

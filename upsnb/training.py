@@ -12,6 +12,7 @@ import torch
 
 from upsnb import checkpoint, evaluation, hardware, optimizers, parallel, runfolder
 from upsnb import config as configs
+from upsnb.compiling import CompileCounter
 from upsnb.config import OperatorStageConfig, RunConfig
 from upsnb.data.batches import Schedule
 from upsnb.events import without_nonfinite
@@ -22,7 +23,7 @@ from upsnb.phases import PHASES, is_on
 from upsnb.runfolder import EventWriter, Heartbeat
 from upsnb.setup import Setup
 from upsnb.steplog import StepLog
-from upsnb.timing import StepClock, num_graphs
+from upsnb.timing import StepClock
 
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
 
@@ -34,8 +35,11 @@ def train(config: RunConfig, folder: Path, ranks: Ranks, events: EventWriter, he
     """
     hardware.check_runnable(config, hardware.detect())
     loop = Loop(config, folder, ranks, events, heartbeat)
-    reason = loop.run()
-    loop.finish(reason)
+    try:
+        reason = loop.run()
+        loop.finish(reason)
+    finally:
+        loop.setup.tf32.set(False)  # the one thing of a setup that is the process's
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Loop:
         self.flips = Flips(config, self.setup, ranks, events)
         self.position = Position()
         self._plan()
-        self.clock = StepClock(ranks.device)
+        self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
         self.log = StepLog(events, self.clock, self.flips.observe)
         self.announced_first = False
         self._resume()
@@ -237,7 +241,6 @@ class Loop:
         factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
         rate = optimizers.set_learning_rate(setup.optimizers, factor)
         done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
-        graphs = num_graphs()
         loss, terms, norm = setup.step(batches, position.step, done)
         position.step += 1
         position.microbatch += len(batches)
@@ -249,7 +252,8 @@ class Loop:
             "data_wait_ms": round(wait_ms, 3),
             "datasets": sorted({batch.dataset for batch in batches}),
             "learning_rate": rate,
-            "graphs": num_graphs() - graphs,
+            "compiled": self.compiled.read(),
+            "optimizer": setup.optimizer_marks,
         }
         self.log.add(known, loss, terms, norm, self.samples_per_step)
         if self.clock.first_step is not None and not self.announced_first:

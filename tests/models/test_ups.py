@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from upsnb import optimizers, overlays
+from upsnb.compiling import set_compile
 from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig
 from upsnb.data.generate import solve_darcy
 from upsnb.errors import ConfigError, DataError
@@ -14,7 +15,6 @@ from upsnb.models.attention import Block
 from upsnb.models.geometry import grid_points
 from upsnb.models.operator import Operator
 from upsnb.models.ups import UPS, count_parameters, wall_factor
-from upsnb.setup import set_compile
 
 DECODERS = ("local_basis", "unpatchify", "cross_attention")
 decoders = pytest.mark.parametrize("decoder", DECODERS)
