@@ -13,7 +13,7 @@ import pytest
 
 from upsnb import files, overlays, processes, runfolder, runs
 from upsnb.config import RunConfig
-from upsnb.errors import RunError, RunFailed
+from upsnb.errors import ConfigError, RunError, RunFailed
 
 
 @pytest.fixture
@@ -64,7 +64,9 @@ def test_continued_run_keeps_its_past_and_drops_old_requests(folder):
     runfolder.write_control(folder, {"training.compile": True}, "stop")
     runfolder.create(overlays.resolve({"checkpoint": {"resume": True}}), folder)
     assert runfolder.read_manifest(folder)["segments"] == [{"number": 0}]
-    assert runfolder.read_control(folder) == runfolder.Control(2, {}, None), "the revision still grows"
+    control = runfolder.read_control(folder)
+    assert (control.revision, control.overlay, control.command) == (2, {}, None), "the revision still grows"
+    assert not control.stop and runfolder.read_manifest(folder)["applied"] == {"revision": 2, "overlay": {}}
     assert (folder / "config.segment0.yaml").exists()
 
 
@@ -244,9 +246,9 @@ def test_control_file_follows_its_contract(folder):
     runfolder.write_control(folder, {"training.compile": True}, "checkpoint")
     text = json.loads((folder / "control.json").read_text())
     contract = {"format": 1, "revision": 1, "overlay": {"training.compile": True}, "command": "checkpoint"}
-    assert text == {**contract, "asked": {"checkpoint": 1}}
-    assert runfolder.write_control(folder, None) == runfolder.Control(
-        2, {"training.compile": True}, None, {"checkpoint": 1}
+    assert text == {**contract, "asked": {"settings": 1, "checkpoint": 1}}
+    assert runfolder.write_control(folder, None, "pause") == runfolder.Control(
+        2, {"training.compile": True}, "pause", {"settings": 1, "checkpoint": 1, "pause": 2}
     )
 
 
@@ -254,6 +256,84 @@ def test_stop_is_not_undone_by_a_later_click(folder):
     runs.Run.attach(folder).stop()
     assert runfolder.write_control(folder, {"training.compile": True}).command == "stop"
     assert runfolder.write_control(folder, {}, "checkpoint").command == "stop"
+
+
+def test_a_control_file_written_by_hand_is_obeyed(folder):
+    control = folder / "control.json"
+    control.write_text('{"format": 1, "revision": 4, "overlay": {"training.compile": true}, "command": "checkpoint"}')
+    assert runfolder.read_control(folder).asked == {"settings": 4, "checkpoint": 4}
+    runfolder.write_control(folder, None, "pause")
+    text = json.loads(control.read_text())
+    control.write_text(json.dumps({**text, "revision": 6, "command": "stop"}))  # as an editor would leave it
+    read = runfolder.read_control(folder)
+    assert read.stop and read.paused and read.asked == {"settings": 6, "checkpoint": 4, "pause": 5, "stop": 6}
+
+
+def test_two_commands_between_two_boundaries_are_both_seen(folder):
+    run = runs.Run.attach(folder)
+    assert [run.checkpoint(), run.pause(), run.update({"batch_size": 4})] == [1, 2, 3]
+    control = runfolder.read_control(folder)
+    assert control.asked == {"checkpoint": 1, "pause": 2, "settings": 3} and control.paused
+    assert run.resume() == 4
+    assert not runfolder.read_control(folder).paused
+
+
+def test_a_refused_setting_does_not_poison_the_next_request(folder):
+    run = runs.Run.attach(folder)
+    run.update({"batch_size": 4})
+    runfolder.update_manifest(folder, applied={"revision": 1, "overlay": {"training.batch_size": 4}})
+    run.update({"latent.dim": 16, "noise": 0.1})
+    runfolder.update_manifest(folder, applied={"revision": 2, "overlay": {"training.batch_size": 4}})  # refused
+    run.update({"compile": True})
+    assert runfolder.read_control(folder).overlay == {"training.batch_size": 4, "training.compile": True}
+    assert run.current_config.training.batch_size == 4 and not run.current_config.training.compile
+
+
+def test_what_is_no_setting_and_no_phase_is_not_asked(folder):
+    run = runs.Run.attach(folder)
+    with pytest.raises(ConfigError, match="did you mean bf16"):
+        run.flip("bf61", True)
+    with pytest.raises(ConfigError, match="did you mean training.batch_size"):
+        run.update({"batchsize": 4})
+    assert runfolder.read_control(folder).revision == 0
+
+
+def test_a_run_is_paused_from_its_own_word_until_its_next(folder):
+    runfolder.update_manifest(folder, status="running", supervisor=processes.process_identity(os.getpid()))
+    run, events = runs.Run.attach(folder), runfolder.EventWriter(folder)
+    run.pause()
+    assert not run.is_paused()
+    for kind, paused in (
+        ("paused", True),
+        ("checkpoint", True),
+        ("resumed", False),
+        ("paused", True),
+        ("segment", False),
+    ):
+        events.write(kind, 3)
+        assert run.is_paused() == paused, kind
+    events.close()
+
+
+SETTINGS = ("training.noise", "optimizer.lr", "training.lambda_spectral", "training.grad_clip")
+
+
+def _click_settings(folder, path, values):
+    for value in values:
+        runs.Run(folder).update({path: value})
+
+
+def test_viewers_that_click_at_once_lose_no_setting(folder):
+    fork = multiprocessing.get_context("fork")
+    values = [round(0.01 * count, 2) for count in range(1, 9)]
+    clickers = [fork.Process(target=_click_settings, args=(folder, path, values)) for path in SETTINGS]
+    for clicker in clickers:
+        clicker.start()
+    for clicker in clickers:
+        clicker.join()
+    control = runfolder.read_control(folder)
+    assert control.revision == len(SETTINGS) * len(values)
+    assert control.overlay == dict.fromkeys(SETTINGS, values[-1])
 
 
 def _click(folder, count):

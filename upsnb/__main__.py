@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import hardware, overlays, report, runfolder, runs
+from upsnb import hardware, overlays, phases, report, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
 
@@ -53,7 +53,9 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     """
     notebook = _find_notebook(notebook)
     parameters, config = read_parameters(notebook, files, params)
-    hardware.check_runnable(config, hardware.detect())
+    found = hardware.detect()
+    skips = config.training.on_missing == "skip"
+    hardware.check_runnable(phases.skip_missing(config, found)[0] if skips else config, found)
     if folder is None:
         folder = runfolder._new_folder(config)
     elif (folder / runfolder.MANIFEST).exists():

@@ -1,78 +1,130 @@
-"""Changes asked of a live run: applied at one step boundary on every rank, acknowledged, and measured."""
+"""Changes asked of a live run: applied at one step boundary on every rank, acknowledged, and measured.
+
+A hot flip changes the setup between two steps. A cold one makes all ranks save and end; the supervisor launches them
+again with the new settings, and they acknowledge the flip once they have done a step. Each revision of the settings is
+answered by one `flip` event, its own or that of a later revision asked for before the run came to read it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from upsnb import overlays, parallel
+from upsnb import hardware, overlays, parallel, runfolder
 from upsnb.config import RunConfig
+from upsnb.data.batches import Schedule
 from upsnb.events import EventWriter
 from upsnb.parallel import Ranks
-from upsnb.phases import PHASES, is_on
-from upsnb.setup import Setup
+from upsnb.phases import PHASES, is_on, skip_missing
+from upsnb.runfolder import Launch
+from upsnb.setup import Setup, cold_changes
 from upsnb.timing import peak_memory_gib
 
 WINDOW_STEPS = 40  # steady steps on either side of a flip that its effect is measured from
 NUM_RESAMPLES = 2000
+NOTHING, CHANGED, RELAUNCH = "nothing", "changed", "relaunch"  # what `Flips.apply` found to do
 
 
 class Flips:
     """What was asked so far, and what the last change did."""
 
-    def __init__(self, base: RunConfig, setup: Setup, ranks: Ranks, events: EventWriter):
-        self.base, self.setup, self.ranks, self.events = base, setup, ranks, events
-        self.revision = 0  # of control.json, last obeyed or refused
+    def __init__(self, base: RunConfig, setup: Setup, ranks: Ranks, events: EventWriter, folder: Path, launch: Launch):
+        """`base` is config.yaml, which all overlays are differences from; `setup` has the launch's on top."""
+        self.base, self.setup, self.ranks, self.events, self.folder = base, setup, ranks, events, folder
+        self.revision = launch.revision  # of the settings in control.json, last obeyed or refused
+        self.trial = launch.cold_flip  # the `relaunch` event of a flip to acknowledge once these ranks have done a step
+        self.request: dict = {}  # the `relaunch` event that these ranks end with
         self.before: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (samples, seconds) of steady steps
         self.after: list[tuple[float, float]] | None = None  # None: nothing to measure
         self.memory_before = 0.0
         self._highest = 0.0  # peaks that were reset at a flip
+        if self.trial and ranks.rank == 0:
+            steps = steady_steps_before(runfolder.read_events(folder, ("segment", "flip", "step")))
+            self.before.extend(_samples_and_seconds(step["samples_per_s"], step["step_time_ms"]) for step in steps)
+            self.memory_before = max((step["peak_memory_gib"] for step in steps), default=0.0)
 
-    def apply(self, revision: int, overlay: dict | None, step: int) -> bool:
-        """Update the setup to `base` + overlay; all ranks enter. Returns whether anything changed.
+    def apply(self, revision: int, overlay: dict | None, step: int) -> str:
+        """Update the setup to `base` + overlay, or find that it takes a relaunch; all ranks enter.
 
-        What one rank cannot do none does: the others go back, the run goes on, and the event says why.
+        What one rank cannot do none does: the others go back, the run goes on, and the event says why. What would fail
+        after a relaunch is refused before anything is stopped, as far as it can be foreseen.
 
         Args:
             overlay: dotted settings on rank 0; ignored elsewhere.
+        Returns:
+            NOTHING, CHANGED or RELAUNCH.
         """
         self.revision = revision
         overlay = parallel.all_gather_objects(self.ranks, overlay)[0]
-        old, started, problem = self.setup.config, time.perf_counter(), ""
+        old, since, started = self.setup.config, time.time(), time.perf_counter()
+        new, skipped, cold, problem = old, {}, [], ""
         try:
-            self.setup.update(overlays.apply(self.base, overlay, "control.json"))
+            new = overlays.apply(self.base, overlay, "control.json")
+            if new.training.on_missing == "skip":
+                new, skipped = skip_missing(new, hardware.detect())
+            cold = cold_changes(old, new)
+            if cold:
+                hardware.check_runnable(new, hardware.detect())
+                Schedule(self.setup.datasets, new, 0, new.training.num_gpus)  # refuses ranks without enough pairs
+            else:
+                self.setup.update(new)
         except Exception as error:  # whatever it was, the run must go on as it did before
             problem = f"{type(error).__name__}: {error}"
         problems = parallel.all_gather_objects(self.ranks, problem)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-        new = self.setup.config
-        if failed and new is not old:
+        if failed and self.setup.config is not old:
             self.setup.update(old)
-        changes = {} if failed else overlays.difference(old, new)
+        if failed:
+            new, skipped = old, {}
+        elif cold:
+            described = {**self._difference(old, new), "skipped": skipped, "overlay": self._overlay(new)}
+            self.request = {"revision": revision, "since": since, **described, "phases_on": _phases_on(old)}
+            return RELAUNCH
         if self.ranks.rank == 0:
-            self._announce(revision, old, changes, failed, step, time.perf_counter() - started)
-        return bool(changes)
+            outcome = {"applied": not failed, "reason": "; ".join(failed) or None, "skipped": skipped, "cold": False}
+            self._answer(step, old, new, time.perf_counter() - started, outcome)
+        return CHANGED if new != old else NOTHING
 
-    def _announce(self, revision, old: RunConfig, changes: dict, failed: list[str], step, duration_s) -> None:
-        now = self.setup.config
-        switched = {phase.name: is_on(phase, now) for phase in PHASES if is_on(phase, now) != is_on(phase, old)}
+    def leave(self, step: int) -> None:
+        """Hand a cold flip over to the supervisor: rank 0's last event, once the state is saved."""
+        self.events.write("relaunch", step, **self.request)
+
+    def acknowledge(self, step: int) -> None:
+        """Say that a cold flip has worked; rank 0 only."""
+        trial, self.trial = self.trial, None
+        old = overlays.apply(self.base, runfolder.read_manifest(self.folder)["applied"]["overlay"])
+        outcome = {"applied": True, "reason": None, "skipped": trial["skipped"], "cold": True}
+        self._answer(step, old, self.setup.config, time.time() - trial["since"], outcome)
+
+    def _answer(self, step: int, old: RunConfig, new: RunConfig, duration_s: float, outcome: dict) -> None:
+        # The manifest first: who sees the event may ask for more on top of what is in force.
+        runfolder.update_manifest(self.folder, applied={"revision": self.revision, "overlay": self._overlay(new)})
+        described = self._difference(old, new)
         self.events.write(
             "flip",
             step,
-            revision=revision,
-            applied=not failed,
-            reason="; ".join(failed) or None,
-            changes=changes,
-            phases=switched,
-            phases_on=[phase.name for phase in PHASES if is_on(phase, now)],
+            revision=self.revision,
+            **outcome,
+            **described,
+            phases_on=_phases_on(new),
+            overlay=self._overlay(new),
             duration_ms=round(1e3 * duration_s, 3),
         )
-        if changes:
-            self.after, self.flipped = [], {"revision": revision, "changes": changes, "phases": switched}
-            self.memory_before = self._memory()
+        if described["changes"]:
+            self.after, self.flipped = [], {"revision": self.revision, "cold": outcome["cold"], **described}
+            if not outcome["cold"]:
+                self.memory_before = self._memory()
+
+    def _overlay(self, config: RunConfig) -> dict:
+        return overlays.difference(self.base, config)
+
+    def _difference(self, old: RunConfig, new: RunConfig) -> dict:
+        switched = {phase.name: is_on(phase, new) for phase in PHASES if is_on(phase, new) != is_on(phase, old)}
+        return {"changes": overlays.difference(old, new), "phases": switched}
 
     def _memory(self) -> float:
         """Peak since the last flip where the device can tell, else of the process so far."""
@@ -90,8 +142,7 @@ class Flips:
         """Take the next step's throughput; rank 0 only. Writes `flip_effect` once there is enough to say."""
         if not steady:
             return
-        seconds = step_time_ms / 1e3
-        pair = (samples_per_s * seconds, seconds)
+        pair = _samples_and_seconds(samples_per_s, step_time_ms)
         if self.after is None:
             self.before.append(pair)
             return
@@ -112,6 +163,31 @@ class Flips:
             )
         self.before = deque(self.after, maxlen=WINDOW_STEPS)
         self.after = None
+
+
+def _phases_on(config: RunConfig) -> list[str]:
+    return [phase.name for phase in PHASES if is_on(phase, config)]
+
+
+def _samples_and_seconds(samples_per_s: float, step_time_ms: float) -> tuple[float, float]:
+    return samples_per_s * step_time_ms / 1e3, step_time_ms / 1e3
+
+
+def steady_steps_before(events: list[dict]) -> list[dict]:
+    """Steady steps of the launch before the latest, since its last change: what a cold flip is compared with.
+
+    Args:
+        events: `segment`, `flip` and `step` events of the run, in order.
+    """
+    launches: list[list[dict]] = [[]]
+    for event in events:
+        if event["kind"] == "segment":
+            launches.append([])
+        elif event["kind"] == "flip" and event["changes"]:
+            launches[-1].clear()
+        elif event["kind"] == "step" and event["steady"]:
+            launches[-1].append(event)
+    return launches[-2] if len(launches) > 1 else []
 
 
 def throughput_ratio(before: list[tuple], after: list[tuple], cycle: int) -> tuple[float, list[float]]:

@@ -71,6 +71,11 @@ def problems(config: RunConfig, hardware: Hardware) -> list[str]:
             f"training.num_gpus: {training.num_gpus} were asked for and this machine has {found} -> lower it, or set "
             f"training.device: cpu to rehearse with {training.num_gpus} CPU processes"
         )
+    if training.nccl_tuning and (device == "cpu" or training.num_gpus == 1):
+        ranks = "on the CPU" if device == "cpu" else "on a single device"
+        sentences.append(
+            f"training.nccl_tuning: NCCL speaks between CUDA devices and this run is {ranks} -> set it to false"
+        )
     if device == "cpu" and training.compile and training.compile_mode == "reduce-overhead":
         sentences.append(
             "training.compile_mode: reduce-overhead records CUDA graphs and this run is on the CPU -> set it to default"

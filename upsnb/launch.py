@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from upsnb import hardware, runfolder, runs
+from upsnb import hardware, phases, runfolder, runs
 from upsnb.config import RunConfig
 
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
@@ -22,6 +22,8 @@ def start(
 ) -> runs.Run:
     """Start a run in processes of its own and return at once.
 
+    With `training.on_missing: skip`, phases that cannot run here are left out, printed, and named in the manifest.
+
     Args:
         folder: where the run lives; empty: a new folder below `logging.root`.
         attached: the run ends when this process does; empty: only outside interactive notebooks.
@@ -30,8 +32,13 @@ def start(
         ConfigError: this machine cannot run the config; nothing was started or written.
         RunError: the folder holds a run that is alive, or one that the config does not continue.
     """
-    hardware.check_runnable(config, hardware.detect())
-    folder = runfolder.create(config, folder)
+    found, skipped = hardware.detect(), {}
+    if config.training.on_missing == "skip":
+        config, skipped = phases.skip_missing(config, found)
+    hardware.check_runnable(config, found)
+    folder = runfolder.create(config, folder, skipped)
+    for phase, reason in skipped.items():
+        print(f"skipped {phase}: {reason}", flush=True)
     if attached is None:
         attached = not any(name in os.environ for name in INTERACTIVE)
     command = [sys.executable, "-m", "upsnb.supervisor", str(folder)]

@@ -262,6 +262,35 @@ def _setting(config: RunConfig, path: str):
     return value
 
 
+# Settings that a phase stands or falls with, beside its own and its ladder's: how a technique is carried out, and what
+# must give way to it.
+COMPANIONS = (
+    "training.compile_mode",
+    "training.grad_clip",
+    "training.on_missing",
+    "operator.pdet.checkpoint_every",
+    "operator.pdet.checkpoint_parts",
+)
+
+
+def switchable(overlay: dict) -> dict[str, object]:
+    """The part of an overlay, flattened, that phases and their ladders consist of: what a live run can be asked for.
+
+    A params file holds more: its model, data and stages belong to the start of a run, its number of ranks to a machine.
+    """
+    settings = {path for phase in BY_NAME.values() for path in (*phase.on, *phase.off, *phase.ladder)} | {*COMPANIONS}
+    return {
+        path: value
+        for path, value in overlays.flatten(overlay).items()
+        if path in settings and path.startswith((*HOT, *COLD))
+    }
+
+
+def is_cold(path: str) -> bool:
+    """Whether a setting changes between two launches of the workers, and not between two steps."""
+    return path.startswith(COLD) and not path.startswith(HOT)
+
+
 def unmet(phase: Phase, config: RunConfig, hardware: Hardware) -> list[str]:
     """Why the phase cannot be switched on in a run of this config on this machine, in words; empty when it can."""
     try:

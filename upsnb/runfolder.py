@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,9 @@ CHECKPOINTS = "checkpoints"
 COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs
 ALIVE = ("starting", "running", "stopping")
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
-COMMANDS = (STOP, "checkpoint", "pause", "resume")
+CHECKPOINT, PAUSE, RESUME = "checkpoint", "pause", "resume"
+COMMANDS = (STOP, CHECKPOINT, PAUSE, RESUME)
+SETTINGS = "settings"  # entry of `Control.asked` beside the commands: the revision that last asked for settings
 STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
 SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's name in the manifest
 
@@ -49,6 +52,33 @@ def read_manifest(folder: Path) -> dict:
     if manifest.get("format") != FORMAT:
         raise RunError(f"{folder}/{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
     return manifest
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch of the workers starts from; the supervisor writes it into the manifest's segment."""
+
+    number: int = 0
+    overlay: dict = field(default_factory=dict)  # on top of config.yaml, dotted keys
+    revision: int = 0  # of control.json, the one that the overlay answers
+    cold_flip: dict | None = None  # the `relaunch` event of a flip that this launch is to carry out
+
+
+def read_launch(folder: Path, number: int) -> Launch:
+    """The launch of a segment; workers that were started without a supervisor take config.yaml as it is."""
+    segments = read_manifest(folder)["segments"]
+    entry = segments[number] if number < len(segments) else {}
+    return Launch(number, entry.get("overlay", {}), entry.get("revision", 0), entry.get("cold_flip"))
+
+
+def update_segment(folder: Path, number: int, **changes) -> None:
+    """Change one segment's entry in the manifest, where it has one; safe beside other writers."""
+    folder = Path(folder)
+    with locked(folder):
+        manifest = read_manifest(folder)
+        if number < len(manifest["segments"]):
+            manifest["segments"][number] |= changes
+            write_json(folder / MANIFEST, manifest)
 
 
 def update_manifest(folder: Path, last_words: bool = False, **changes) -> dict:
@@ -89,8 +119,12 @@ def code_revision() -> str:
         return "unknown"
 
 
-def create(config: RunConfig, folder: Path | str | None = None) -> Path:
-    """Make the folder of a new run, or make an ended run's folder ready to be continued (`checkpoint.resume`)."""
+def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[str, str] | None = None) -> Path:
+    """Make the folder of a new run, or make an ended run's folder ready to be continued (`checkpoint.resume`).
+
+    Args:
+        skipped: phases that were asked for and left out of `config`, and why.
+    """
     from upsnb import hardware  # here, because it loads torch and readers of a run need none
 
     folder = _new_folder(config) if folder is None else Path(folder).absolute()
@@ -116,7 +150,10 @@ def create(config: RunConfig, folder: Path | str | None = None) -> Path:
             "data": {name: dataset.generate.seed for name, dataset in config.data.datasets.items()},
         },
         "segments": segments,  # one per launch of the workers
-        "phases_skipped": {},  # phase: why
+        "phases_skipped": skipped or {},  # phase: why
+        # what the run does now: the last revision of control.json that was answered, and the difference from
+        # config.yaml that is in force since; a refused revision is answered and leaves the overlay as it was
+        "applied": {"revision": read_control(folder).revision, "overlay": {}},
         "supervisor": None,  # process that watches over the run
     }
     write_json(folder / MANIFEST, manifest)
@@ -159,8 +196,19 @@ class Control:
     revision: int = 0  # grows with every request
     overlay: dict = field(default_factory=dict)  # dotted setting: value; the whole desired difference
     command: str | None = None  # what this revision asks for beside settings: one of COMMANDS
-    asked: dict[str, int] = field(default_factory=dict)  # command: revision that last asked for it; nothing gets lost
-    # when a second request comes before the run has read the first
+    # command, or SETTINGS: revision that last asked for it; nothing gets lost when a second request comes before the
+    # run has read the first
+    asked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run is asked to end."""
+        return STOP in self.asked
+
+    @property
+    def paused(self) -> bool:
+        """Whether the run is asked to wait: a state and no event, so that a relaunched run waits as well."""
+        return self.asked.get(PAUSE, 0) > self.asked.get(RESUME, 0)
 
 
 def read_control(folder: Path | str) -> Control:
@@ -174,29 +222,49 @@ def read_control(folder: Path | str) -> Control:
         raise RunError(f"{path}: not JSON ({error})") from None
     if values.get("format") != FORMAT:
         raise RunError(f"{path}: format {values.get('format')!r}, this version reads {FORMAT}")
-    command, asked = values.get("command"), values.get("asked", {})
-    if command and asked.get(command) is None:  # written by hand
-        asked[command] = values["revision"]
-    return Control(values["revision"], values["overlay"], command, asked)
+    revision, command, asked = values["revision"], values.get("command"), dict(values.get("asked", {}))
+    by_hand = revision > max(asked.values(), default=0)
+    if by_hand:
+        asked[SETTINGS] = revision
+    if command and (by_hand or command not in asked):
+        asked[command] = revision
+    return Control(revision, values["overlay"], command, asked)
 
 
-def write_control(folder: Path | str, overlay: dict | None, command: str | None = None) -> Control:
+def write_control(
+    folder: Path | str, overlay: dict | Callable[[dict], dict] | None, command: str | None = None
+) -> Control:
     """Ask something of the run; the file is replaced in one step and its revision grows by 1.
 
     Args:
-        overlay: the whole desired difference from config.yaml, dotted keys; None leaves it as it is.
+        overlay: the whole desired difference from config.yaml, dotted keys; None leaves it as it is. A function makes
+            it from the one that stands (`standing_overlay`), and no other request comes in between.
         command: rides along with this revision; "stop" stays.
     """
     folder = Path(folder)
-    with locked(folder):  # two panels that click at once must not write the same revision
+    with locked(folder):  # two panels that click at once must not write the same revision, nor lose a setting
         old = read_control(folder)
-        command = STOP if old.command == STOP else command  # a click just after it must not undo a stop
-        revision = old.revision + 1
-        asked = {**old.asked, command: revision} if command else old.asked
+        if callable(overlay):
+            overlay = overlay(standing_overlay(folder, old))
+        revision, asked = old.revision + 1, dict(old.asked)
+        if overlay is not None or command is None:
+            asked[SETTINGS] = revision
+        if command and not old.stop:
+            asked[command] = revision
+        command = STOP if old.stop else command  # a click just after it must not undo a stop
         new = Control(revision, dict(old.overlay if overlay is None else overlay), command, asked)
         value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay, "asked": asked}
         write_json(folder / CONTROL, {**value, "command": command} if command else value)
     return new
+
+
+def standing_overlay(folder: Path, control: Control) -> dict:
+    """What the next request is put on top of: the request that still waits for its answer, else what is in force.
+
+    A setting that was refused is in neither, or it would have every later request refused with it.
+    """
+    applied = read_manifest(folder).get("applied", {"revision": 0, "overlay": {}})
+    return control.overlay if control.asked.get(SETTINGS, 0) > applied["revision"] else applied["overlay"]
 
 
 # -- state ---------------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from pathlib import Path
 from upsnb import config as configs
 from upsnb import overlays, runfolder
 from upsnb.config import RunConfig
-from upsnb.errors import RunFailed
+from upsnb.errors import ConfigError, RunFailed
+from upsnb.rules import did_you_mean
 from upsnb.runtable import table as table  # of all runs, beside the one run below
 
 
 class Run:
-    """A run by its folder: what it is doing, what it said, and the request to stop."""
+    """A run by its folder: what it is doing, what it said, and requests to it."""
 
     def __init__(self, folder: Path | str, process: subprocess.Popen | None = None):
         self.folder = Path(folder).absolute()
@@ -41,6 +42,11 @@ class Run:
         return configs.load(self.folder / runfolder.CONFIG)
 
     @property
+    def current_config(self) -> RunConfig:
+        """The config it runs with now: the one it was started with, and all changes that were applied since."""
+        return overlays.apply(self.config, self.manifest["applied"]["overlay"])
+
+    @property
     def manifest(self) -> dict:
         """What was run, where, and how it went; read anew each time."""
         return runfolder.read_manifest(self.folder)
@@ -57,25 +63,35 @@ class Run:
         """All events so far, or those of some kinds."""
         return runfolder.read_events(self.folder, kinds, rank)
 
+    # -- requests ------------------------------------------------------------------------------------------------
+
     def update(self, overlay: dict) -> int:
-        """Ask for settings to change at the next step boundary, on top of what was asked before.
+        """Ask for settings to change at the next step boundary, on top of those that were changed before.
+
+        Settings that cannot change between two steps (`phases.COLD`) make all ranks save and end; the run is launched
+        again with them, and goes on where it was.
 
         Args:
             overlay: in any written form; `{}` changes nothing. `back_to_start` drops all changes.
         Returns:
-            The revision that the `flip` event will name once it is applied, or refused.
+            A revision. The `flip` event that says whether it was applied names it, or a later one asked for meanwhile.
         Raises:
-            ConfigError: a setting that does not exist; nothing was asked.
+            ConfigError: a setting that does not exist, or a contradiction; nothing was asked.
         """
+        flat, base = overlays.flatten(overlay), self.config
 
-        flat = overlays.flatten(overlay)
-        overlays.apply(self.config, {**runfolder.read_control(self.folder).overlay, **flat}, "the update")
-        return runfolder.write_control(self.folder, {**runfolder.read_control(self.folder).overlay, **flat}).revision
+        def merged(standing: dict) -> dict:
+            overlays.apply(base, whole := overlays.stack(standing, flat), "the update")
+            return whole
+
+        return runfolder.write_control(self.folder, merged).revision
 
     def flip(self, phase: str, on: bool) -> int:
-        """Ask for a phase to be switched on or off; returns the revision, as `update` does."""
+        """Ask for a phase or an extra to be switched on or off; returns the revision, as `update` does."""
         from upsnb import phases  # loads torch, which readers of a run do not need
 
+        if phase not in phases.BY_NAME:
+            raise ConfigError([f"{phase}: unknown phase -> {did_you_mean(phase, phases.BY_NAME)}"], "the flip")
         chosen = phases.BY_NAME[phase]
         return self.update(chosen.on if on else chosen.off)
 
@@ -83,9 +99,32 @@ class Run:
         """Ask for the config that the run was started with."""
         return runfolder.write_control(self.folder, {}).revision
 
+    def checkpoint(self) -> int:
+        """Ask for a checkpoint at the next step boundary; its `checkpoint` event names the revision returned here."""
+        return runfolder.write_control(self.folder, None, runfolder.CHECKPOINT).revision
+
+    def pause(self) -> int:
+        """Ask all ranks to wait at the next step boundary; the `paused` event names the revision returned here.
+
+        Time limits stand still, flips and `stop` are obeyed. A run that is launched again waits as well: after a cold
+        flip, and after a crash.
+        """
+        return runfolder.write_control(self.folder, None, runfolder.PAUSE).revision
+
+    def resume(self) -> int:
+        """Ask a paused run to go on; the `resumed` event names the revision returned here."""
+        return runfolder.write_control(self.folder, None, runfolder.RESUME).revision
+
+    def is_paused(self) -> bool:
+        """Whether all ranks wait now; a pause that was asked for begins with the next step boundary."""
+        last = self.events(("paused", "resumed", "segment", "end"))[-1:]
+        return bool(last) and last[0]["kind"] == "paused" and self.status() in runfolder.ALIVE
+
     def stop(self) -> None:
         """Ask the run to finish its step, save and end; returns at once."""
         runfolder.write_control(self.folder, None, runfolder.STOP)
+
+    # -- waiting and results -------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None, on_event: Callable[[dict], None] | None = None) -> str:
         """Return when the run has finished.

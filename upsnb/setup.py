@@ -20,7 +20,7 @@ from upsnb.errors import ConfigError, RunError
 from upsnb.losses import WITHOUT_DECODER, WITHOUT_OPERATOR, LossModule, active_terms
 from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
-from upsnb.phases import HOT, LOADER
+from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.rules import INVERSE_TERMS
 from upsnb.timing import mark
 
@@ -106,15 +106,14 @@ class Setup:
         Raises:
             ConfigError: a changed setting cannot change while training runs; nothing was changed.
         """
-        changed = set(overlays.difference(self.config, new))
-        cold = sorted(path for path in changed if not path.startswith(HOT))
-        if cold or needs_inverse_heads(new) != needs_inverse_heads(self.config):
-            cold = cold or ["training.lambda_inv_enc, training.lambda_inv_dec"]
+        cold = cold_changes(self.config, new)
+        if cold:
             raise ConfigError(
-                [f"{path}: cannot change while training runs -> start a run with it" for path in cold], "the update"
+                [f"{path}: cannot change between two steps -> launch the workers again with it" for path in cold],
+                "the update",
             )
         hardware.check_runnable(new, hardware.detect())
-        old = self.config
+        old, changed = self.config, set(overlays.difference(self.config, new))
         try:
             self._apply(new, changed)
         except Exception:
@@ -274,6 +273,23 @@ def build_optimizers(model: UPS, config: RunConfig) -> list[torch.optim.Optimize
     """Fresh optimizers of the stage."""
     chosen = config.stages.operator.optimizer or config.optimizer
     return optimizers.build(model, chosen, offload=config.training.cpu_offload_optimizer)
+
+
+def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:
+    """Changed settings that need another launch of the workers; empty where `Setup.update` can do it.
+
+    Raises:
+        ConfigError: a changed setting that cannot change in a run at all, because weights depend on it.
+    """
+    changed = sorted(overlays.difference(old, new))
+    fixed = [path for path in changed if not is_cold(path) and not path.startswith(HOT)]
+    if needs_inverse_heads(new) != needs_inverse_heads(old):
+        fixed = fixed or ["training.lambda_inv_enc, training.lambda_inv_dec"]
+    if fixed:
+        raise ConfigError(
+            [f"{path}: cannot change while training runs -> start a run with it" for path in fixed], "the update"
+        )
+    return [path for path in changed if is_cold(path)]
 
 
 def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:

@@ -17,13 +17,20 @@ import time
 from pathlib import Path
 
 from upsnb import config as configs
-from upsnb import files, runfolder, verdict
+from upsnb import files, overlays, runfolder, verdict
 from upsnb.processes import MARK, SEGMENT, kill_marked, marked, process_identity
 from upsnb.verdict import Verdict
 
 POLL_S = 0.1
 TORCHRUN_LOGS = ".torchrun"  # per-rank output that torchrun copies, with the rank's name, to worker.log
 STACKS_S = 1.0  # time for hung ranks to write down where they stand
+NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicator is made, so only a launch can set it
+    "NCCL_NSOCKS_PERTHREAD": "4",
+    "NCCL_SOCKET_NTHREADS": "2",
+    "NCCL_MIN_NCHANNELS": "4",
+    "NCCL_P2P_DISABLE": "0",
+    "NCCL_IB_DISABLE": "0",
+}
 
 
 class Supervisor:
@@ -31,7 +38,7 @@ class Supervisor:
 
     def __init__(self, folder: Path, worker: Path | None = None):
         self.folder, self.worker = folder, worker
-        self.config = configs.load(folder / runfolder.CONFIG)
+        self.base = self.config = configs.load(folder / runfolder.CONFIG)  # the second with what was changed since
         self.identity = process_identity(os.getpid())
         self.parent_gone = threading.Event()
         self.terminations = 0  # SIGTERM and SIGINT so far
@@ -74,18 +81,49 @@ class Supervisor:
         return 0 if end.status == "finished" else 1
 
     def _launch_until_done(self) -> Verdict:
-        restarts = 0
+        restarts, flip = 0, None  # flip: the `relaunch` event of a cold flip that this launch is to carry out
         while True:
-            end = self._segment(restarts)
-            may_continue = end.crashed and not self._stop_asked() and verdict.has_checkpoint(self.folder)
-            if not may_continue or restarts >= self.config.training.max_restarts:
-                return end
-            restarts += 1
+            end = self._segment(restarts, flip)
+            unanswered = (
+                flip is not None and runfolder.read_manifest(self.folder)["applied"]["revision"] < flip["revision"]
+            )
+            if end.relaunch is None and unanswered and (end.crashed or end.hung):
+                self._close_segment(end, status="starting")
+                self._roll_back(flip, end)
+                flip = None
+                continue
+            flip = end.relaunch
+            if flip is None:
+                may_continue = end.crashed and not self._stop_asked() and verdict.has_checkpoint(self.folder)
+                if not may_continue or restarts >= self.config.training.max_restarts:
+                    return end
+                restarts += 1
             self._close_segment(end, status="starting")
 
-    def _segment(self, restarts: int) -> Verdict:
+    def _roll_back(self, flip: dict, end: Verdict) -> None:
+        """Answer a cold flip whose workers failed before they had done a step; the next launch is without it."""
+        applied = runfolder.read_manifest(self.folder)["applied"]["overlay"]
+        runfolder.update_manifest(self.folder, applied={"revision": flip["revision"], "overlay": applied})
+        events = runfolder.EventWriter(self.folder)
+        events.write(
+            "flip",
+            flip["step"],
+            revision=flip["revision"],
+            applied=False,
+            reason=f"the relaunch failed, so the run goes on without it: {end.cause}",
+            changes={},
+            phases={},
+            phases_on=flip["phases_on"],
+            skipped={},
+            overlay=applied,
+            cold=True,
+            duration_ms=round(1e3 * (time.time() - flip["since"]), 3),
+        )
+        events.close()
+
+    def _segment(self, restarts: int, flip: dict | None) -> Verdict:
         """Launch the workers once and watch them until none is left."""
-        log_start = self._open_segment(restarts)
+        log_start = self._open_segment(restarts, flip)
         watch = StallWatch(self.config.training.num_gpus, self.config.training.stall_timeout_s)
         with open(self.folder / runfolder.LOG, "ab") as log:
             torchrun = subprocess.Popen(
@@ -107,14 +145,17 @@ class Supervisor:
             if self.status != "stopping" and self._stop_asked():
                 self._say("stopping")
                 stop_deadline = stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
-            forced = self._reason_to_kill(watch, beats, stop_deadline)
-            if forced:
+            forced = self._reason_to_kill(stop_deadline)
+            hung = None if forced else watch.stalled(beats, time.monotonic())
+            if hung:
+                self._ask_for_stacks(beats)
+            if forced or hung:
                 self._kill(torchrun, beats)
-                return Verdict("failed", forced, exit_code=torchrun.wait())
+                return Verdict("failed", forced or hung, exit_code=torchrun.wait(), hung=hung is not None)
         kill_marked(self.identity)  # loaders and threads of ranks that died without a word
         return verdict.judge(self.folder, torchrun.returncode, log_start)
 
-    def _reason_to_kill(self, watch: StallWatch, beats: dict[int, dict], stop_deadline: float | None) -> str | None:
+    def _reason_to_kill(self, stop_deadline: float | None) -> str | None:
         if self.parent_gone.is_set():
             return "the process that started this run is gone, and an attached run ends with it"
         if self.terminations > 1:
@@ -122,13 +163,10 @@ class Supervisor:
         if stop_deadline is not None and time.monotonic() > stop_deadline:
             waited = self.config.training.stall_timeout_s
             return f"it was asked to stop and its workers had not ended {waited:g} s later"
-        stalled = watch.stalled(beats, time.monotonic())
-        if stalled:
-            self._ask_for_stacks(beats)
-        return stalled
+        return None
 
     def _stop_asked(self) -> bool:
-        return runfolder.read_control(self.folder).command == runfolder.STOP
+        return runfolder.read_control(self.folder).stop
 
     def _ask_for_stacks(self, beats: dict[int, dict]) -> None:
         """Let every rank write its stacks to the log; only ranks, because the signal would end torchrun."""
@@ -161,6 +199,7 @@ class Supervisor:
 
     def _environment(self) -> dict[str, str]:
         return {
+            **self._nccl_environment()[0],
             MARK: self.identity,
             SEGMENT: str(len(runfolder.read_manifest(self.folder)["segments"]) - 1),
             "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
@@ -172,6 +211,13 @@ class Supervisor:
             ),
         }
 
+    def _nccl_environment(self) -> tuple[dict[str, str], list[str]]:
+        """NCCL's variables as the workers get them, and those in which the user's own won over training.nccl_tuning."""
+        own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        if not self.config.training.nccl_tuning:
+            return own, []
+        return {**NCCL_TUNING, **own}, sorted(own.keys() & NCCL_TUNING.keys())
+
     # -- manifest ------------------------------------------------------------------------------------------------
 
     def _say(self, status: str) -> None:
@@ -180,15 +226,33 @@ class Supervisor:
             runfolder.update_manifest(self.folder, status=status)
             self.status = status
 
-    def _open_segment(self, restarts: int) -> int:
-        """Begin a segment in manifest and events; returns where its output will begin in worker.log."""
+    def _open_segment(self, restarts: int, flip: dict | None) -> int:
+        """Begin a segment in manifest and events; returns where its output will begin in worker.log.
+
+        It starts from config.yaml and what was changed since, by a cold flip's request or as it was applied last: a
+        relaunch loses no flip, and makes none twice.
+        """
         steps = [beat["step"] for beat in runfolder.read_heartbeats(self.folder).values() if beat["beats"]]
         for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
             for path in self.folder.glob(pattern):
                 path.unlink()
         files.fill_reserve(self.folder)
-        segments = runfolder.read_manifest(self.folder)["segments"]
-        segment = {"number": len(segments), "started": time.time(), "restarts": restarts, "step": max(steps, default=0)}
+        manifest = runfolder.read_manifest(self.folder)
+        segments, start = manifest["segments"], flip or manifest["applied"]
+        self.config = overlays.apply(self.base, start["overlay"], "the run's changed config")
+        environment, kept = self._nccl_environment()
+        segment = {
+            "number": len(segments),
+            "started": time.time(),
+            "restarts": restarts,  # after crashes, so far
+            "step": max(steps, default=0),
+            "overlay": start["overlay"],  # on top of config.yaml
+            "revision": start["revision"],  # of control.json, which the overlay answers
+            "cold_flip": flip,  # the event that asked for this launch
+            "num_ranks": self.config.training.num_gpus,
+            "environment": environment,  # NCCL's variables; the workers add what they see
+            "environment_kept": kept,  # variables of the user that won over training.nccl_tuning
+        }
         events = runfolder.EventWriter(self.folder)  # rank 0 is not there yet, so this process may write its file
         events.write("segment", segment["step"], number=segment["number"], num_ranks=self.config.training.num_gpus)
         events.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,34 +11,48 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from upsnb import checkpoint, evaluation, hardware, optimizers, parallel, runfolder
+from upsnb import checkpoint, evaluation, hardware, optimizers, overlays, parallel, runfolder
 from upsnb import config as configs
 from upsnb.compiling import CompileCounter
 from upsnb.config import OperatorStageConfig, RunConfig
-from upsnb.data.batches import Schedule
 from upsnb.events import without_nonfinite
-from upsnb.flips import Flips
+from upsnb.flips import CHANGED, RELAUNCH, Flips
 from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
 from upsnb.phases import PHASES, is_on
-from upsnb.runfolder import EventWriter, Heartbeat
+from upsnb.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.setup import Setup
 from upsnb.steplog import StepLog
 from upsnb.timing import StepClock
 
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
+ASKED = (runfolder.CHECKPOINT, runfolder.SETTINGS, runfolder.PAUSE)
+PAUSE_POLL_S = 0.1  # between two looks at control.json while all ranks wait
 
 
-def train(config: RunConfig, folder: Path, ranks: Ranks, events: EventWriter, heartbeat: Heartbeat) -> None:
+def train(
+    config: RunConfig,
+    folder: Path,
+    ranks: Ranks,
+    events: EventWriter,
+    heartbeat: Heartbeat,
+    launch: Launch | None = None,
+) -> None:
     """Train as the config says, evaluate, and leave a checkpoint, evaluation.json and an end event.
 
-    All ranks enter; rank 0 writes. Returns when training has finished or was asked to stop.
+    All ranks enter; rank 0 writes. Returns when training has finished or was asked to stop; or, with a checkpoint and a
+    relaunch event alone, when the ranks are to be launched again with other settings.
+
+    Args:
+        launch: what was changed since the run was started, as the supervisor says; empty: nothing.
     """
-    hardware.check_runnable(config, hardware.detect())
-    loop = Loop(config, folder, ranks, events, heartbeat)
+    loop = Loop(config, folder, ranks, events, heartbeat, launch or Launch())
     try:
         reason = loop.run()
-        loop.finish(reason)
+        if reason == RELAUNCH:
+            loop.leave()
+        else:
+            loop.finish(reason)
     finally:
         loop.setup.tf32.set(False)  # the one thing of a setup that is the process's
 
@@ -58,17 +73,32 @@ class Position:
 class Loop:
     """One segment of a run on one rank."""
 
-    def __init__(self, config: RunConfig, folder: Path, ranks: Ranks, events: EventWriter, heartbeat: Heartbeat):
-        self.folder, self.ranks, self.events, self.heartbeat = folder, ranks, events, heartbeat
+    def __init__(
+        self,
+        base: RunConfig,
+        folder: Path,
+        ranks: Ranks,
+        events: EventWriter,
+        heartbeat: Heartbeat,
+        launch: Launch,
+    ):
+        self.folder, self.ranks, self.events, self.heartbeat, self.launch = folder, ranks, events, heartbeat, launch
         self.launched = time.perf_counter()
+        config = overlays.apply(base, launch.overlay)
+        hardware.check_runnable(config, hardware.detect())
         self.setup = Setup.build(config, runfolder.project_root(), ranks, self._say)
-        self.flips = Flips(config, self.setup, ranks, events)
+        self.flips = Flips(base, self.setup, ranks, events, folder, launch)
         self.position = Position()
         self._plan()
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
         self.log = StepLog(events, self.clock, self.flips.observe)
         self.announced_first = False
         self._resume()
+        self.has_stepped = False  # begun a step in this launch, whether it went well or is to be taken again
+        self.paused_since: float | None = None
+        self.asked_overlay: dict | None = None  # as control.json had it at this boundary, on rank 0
+        saved = runfolder.read_events(folder, ("checkpoint",)) if ranks.rank == 0 else []
+        self.saved_revision = max((event.get("revision") or 0 for event in saved), default=0)  # of asked checkpoints
         self.validated_step = -1
         self._announce()
 
@@ -101,6 +131,8 @@ class Loop:
             return
         self.setup.load_state_dict(state["setup"])
         self.position = Position(**state["position"])
+        saved = configs.parse(state["config"], "the checkpoint's config").training
+        self._find_place(saved.batch_size * saved.num_gpus)
         self.log.time_before_s = self.position.elapsed_s
         self._say(f"resumed at step {self.position.step}")
 
@@ -108,6 +140,8 @@ class Loop:
         setup, datasets = self.setup, self.setup.datasets
         if self.ranks.rank != 0:
             return
+        environment = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        runfolder.update_segment(self.folder, self.launch.number, environment_seen=environment)
         self.events.write(
             "start",
             self.position.step,
@@ -122,6 +156,7 @@ class Loop:
             residency=setup.loader.residency,
             num_threads=torch.get_num_threads(),
             build_s=setup.build_s,
+            nccl_environment=environment,
             datasets={
                 name: {
                     "files": [file.name for file in dataset.source.files],
@@ -185,58 +220,117 @@ class Loop:
             if reason is not None:
                 return reason
             if self.setup.loader.schedule is not schedule:
-                return self._continue_epoch(schedule)
+                return None  # the rest of the epoch is another one
         position.epoch, position.microbatch = position.epoch + 1, 0
         finished = position.epoch >= self.stage.epochs
         due = finished or position.epoch % self.config.evaluation.every_epochs == 0
         impatient = self._validate() if due else None
         return "epochs" if finished else impatient
 
-    def _continue_epoch(self, old: Schedule) -> None:
-        """Find the place of the old schedule in the new one: as many whole turns of all datasets as fit what was seen.
+    def _find_place(self, old_size: int) -> None:
+        """Find the place of an old schedule in this one: as many whole turns of all datasets as fit what was seen.
 
         The order of an epoch is the same whatever the batch, so no more than a part of one microbatch comes twice.
+
+        Args:
+            old_size: pairs in a microbatch of all ranks.
         """
         position, new = self.position, self.setup.loader.schedule
-        seen = position.microbatch // len(old.pairs) * old.global_size
-        position.microbatch = min(seen // new.global_size * len(new.pairs), new.num_microbatches)
+        if old_size != new.global_size:
+            seen = position.microbatch // len(new.pairs) * old_size
+            position.microbatch = min(seen // new.global_size * len(new.pairs), new.num_microbatches)
 
     def _agree(self) -> str | None:
-        """Rank 0 reads clock and control file; all ranks learn the same and decide the same."""
-        limit = self.config.training.time_limit_s
-        message, control = torch.zeros(4, dtype=torch.float64), runfolder.Control()
-        if self.ranks.rank == 0:
-            control = runfolder.read_control(self.folder)
-            turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
-            by_epochs = (self.position.epoch + turns) / self.stage.epochs
-            by_clock = self._elapsed() / limit if limit else 0.0
-            asked = control.command == runfolder.STOP, control.revision
-            message[:] = torch.tensor([max(by_epochs, by_clock), by_clock >= 1, *asked])
-        self.progress, time_is_up, stop, revision = parallel.broadcast_control(self.ranks, message).tolist()
-        if stop:
-            return "stopped"
-        if revision > self.flips.revision:
-            self._flip(int(revision), control.overlay)
+        """Obey what is asked for at this step boundary, and wait while the run is to pause; why training ends, if so.
+
+        Rank 0 reads clock and control file; all ranks learn the same and decide the same.
+        """
+        while True:
+            self.progress, time_is_up, stop, save, settings, pause = self._requests()
+            if stop:
+                return self._go_on("stopped")
+            if save:
+                self.saved_revision = save
+                self._save(best=False, revision=save)
+            if settings and self._flip(settings) == RELAUNCH:
+                return self._go_on(RELAUNCH)
+            if not pause:
+                break
+            self._hold(pause)
+        self._go_on(None)
         if time_is_up:
             return "time"
         return "epochs" if self.position.epoch >= self.stage.epochs else None  # of a run resumed at its end
 
-    def _flip(self, revision: int, overlay: dict) -> None:
-        """Apply what was asked for, here and on all other ranks."""
+    def _requests(self) -> tuple[float, bool, bool, int, int, int]:
+        """Progress of the stage, whether its time is up, whether to stop; revisions that ask for a checkpoint, other
+        settings and a pause, 0 where there is nothing to do.
+        """
+        limit = self.config.training.time_limit_s
+        message = torch.zeros(6, dtype=torch.float64)
+        if self.ranks.rank == 0:
+            control, flips, step = runfolder.read_control(self.folder), self.flips, self.position.step
+            turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
+            by_epochs = (self.position.epoch + turns) / self.stage.epochs
+            by_clock = self._elapsed() / limit if limit else 0.0
+            progress = max(by_epochs, by_clock)
+            # Where no step is to follow, that the ranks came this far has to do.
+            if flips.trial and (self.has_stepped or control.stop or control.paused or progress >= 1):
+                flips.acknowledge(step)
+            save, settings, pause = (control.asked.get(what, 0) for what in ASKED)
+            to_save, to_flip = save > self.saved_revision, settings > flips.revision and not flips.trial
+            self.asked_overlay = control.overlay
+            revisions = save * to_save, settings * to_flip, pause * control.paused
+            message[:] = torch.tensor([progress, by_clock >= 1, control.stop, *revisions])
+        progress, *rest = parallel.broadcast_control(self.ranks, message).tolist()
+        return progress, *map(int, rest)
+
+    def _flip(self, revision: int) -> str:
+        """Apply what was asked for, here and on all other ranks; what `Flips.apply` found to do."""
         if self.ranks.rank == 0:
             self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
-        if self.flips.apply(revision, overlay, self.position.step):
+        old_size, overlay = self.setup.loader.schedule.global_size, self.asked_overlay
+        found = self.flips.apply(revision, overlay, self.position.step)
+        if found == CHANGED:
             self._plan()
+            self._find_place(old_size)
             self.clock.settle(self.position.step)
+        return found
+
+    def _hold(self, revision: int) -> None:
+        """Wait a moment between two steps, alive."""
+        if self.paused_since is None:
+            if self.ranks.rank == 0:
+                self.log.drain(everything=True)  # their times are those before the pause
+                self.events.write("paused", self.position.step, revision=revision)
+            self.paused_since = time.perf_counter()
+        self._beat()
+        time.sleep(PAUSE_POLL_S)
+
+    def _go_on(self, reason: str | None) -> str | None:
+        """End a pause, if there is one: no clock has run meanwhile."""
+        if self.paused_since is not None:
+            paused_s = time.perf_counter() - self.paused_since
+            self.paused_since = None
+            self.run_started += paused_s
+            self.launched += paused_s
+            self.log.time_before_s -= paused_s
+            self.clock.settle(self.position.step)
+            if self.ranks.rank == 0 and reason is None:
+                revision = runfolder.read_control(self.folder).asked.get(runfolder.RESUME)
+                self.events.write("resumed", self.position.step, revision=revision, paused_s=round(paused_s, 3))
+        return reason
 
     def _beat(self) -> None:
         self.heartbeat.beat(self.position.step)
 
     def _elapsed(self) -> float:
-        return self.position.elapsed_s + time.perf_counter() - self.run_started
+        now = time.perf_counter() if self.paused_since is None else self.paused_since
+        return self.position.elapsed_s + now - self.run_started
 
     def _step(self, batches: list, wait_ms: float) -> None:
         setup, position = self.setup, self.position
+        self.has_stepped = True
         self._beat()
         factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
         rate = optimizers.set_learning_rate(setup.optimizers, factor)
@@ -305,8 +399,12 @@ class Loop:
             setup.ema.swap()
         return results
 
-    def _save(self, best: bool) -> None:
-        """Write a checkpoint; all ranks enter because each hands in its random state."""
+    def _save(self, best: bool, revision: int | None = None) -> None:
+        """Write a checkpoint; all ranks enter because each hands in its random state.
+
+        Args:
+            revision: of control.json that asked for it.
+        """
         setup_state = self.setup.state_dict()
         if self.ranks.rank == 0:
             self.log.drain(everything=True)
@@ -326,11 +424,18 @@ class Loop:
                 self.position.step,
                 path=f"{runfolder.CHECKPOINTS}/{path.name}",
                 best=best,
+                revision=revision,
                 save_s=round(time.perf_counter() - started, 3),
                 size_mib=round(path.stat().st_size / 2**20, 3),
             )
         parallel.barrier(self.ranks)
         self.clock.interrupt()
+
+    def leave(self) -> None:
+        """Save, and end without an end: the supervisor launches the ranks again, with other settings."""
+        self._save(best=False)
+        if self.ranks.rank == 0:
+            self.flips.leave(self.position.step)
 
     def finish(self, reason: str) -> None:
         """Save the last state, evaluate the reported split and write the end event."""

@@ -17,6 +17,7 @@ from upsnb import runfolder
 # and torchrun terminates those that are left.
 OWN_DEATHS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 MESSAGE_LENGTH = 300
+RELAUNCH = "relaunch"  # event with which workers end that are to be launched again
 SUMMARY_ENTRY = re.compile(
     r"time +: (?P<time>\S+)\n.*?\n? *rank +: (?P<rank>\d+) \(local_rank: \d+\)\n +exitcode +: (?P<code>-?\d+) "
 )
@@ -26,11 +27,13 @@ SUMMARY_ENTRY = re.compile(
 class Verdict:
     """What became of a launch."""
 
-    status: str  # finished or failed
+    status: str  # finished, failed, or relaunching: the workers ended so that they are launched with other settings
     cause: str | None = None  # of a failure, one sentence
     reason: str | None = None  # of a finished run, from its end event
     exit_code: int | None = None  # torchrun's
     crashed: bool = False  # a relaunch from the last checkpoint may help
+    hung: bool = False  # the supervisor ended it, because a rank stood still
+    relaunch: dict | None = None  # the workers' own `relaunch` event: settings and revision
 
 
 def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
@@ -46,6 +49,8 @@ def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
             return Verdict("failed", "all ranks ended with exit code 0 but wrote no end event", None, 0)
         if not has_checkpoint(folder):
             return Verdict("failed", "all ranks ended with exit code 0 but left no checkpoint", None, 0)
+        if end["kind"] == RELAUNCH:
+            return Verdict("relaunching", None, None, 0, relaunch=end)
         return Verdict("finished", None, end.get("reason"), 0)
     failures = read_failures(folder)
     full = [failure for failure in failures if failure["disk_full"]]
@@ -105,9 +110,9 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def _end_event(folder: Path) -> dict | None:
-    """The end event of the last segment; those of earlier segments say nothing about it."""
-    last = runfolder.read_events(folder, ("segment", "end"))[-1:]
-    return last[0] if last and last[0]["kind"] == "end" else None
+    """The end or relaunch event of the last segment; those of earlier segments say nothing about it."""
+    last = runfolder.read_events(folder, ("segment", "end", RELAUNCH))[-1:]
+    return last[0] if last and last[0]["kind"] != "segment" else None
 
 
 def _describe(failure: dict) -> str:

@@ -30,14 +30,15 @@ def main(folder: Path | str) -> None:
     heartbeat = None
     try:
         config = configs.load(folder / runfolder.CONFIG)
-        if int(os.environ.get(SEGMENT, 0)) > 0:  # a relaunch continues, whatever the first launch did
+        launch = runfolder.read_launch(folder, int(os.environ.get(SEGMENT, 0)))
+        if launch.number > 0:  # a relaunch continues, whatever the first launch did
             config = overlays.apply(config, {"checkpoint.resume": True})
         rank = int(os.environ.get("RANK", 0))
         heartbeat, events = runfolder.Heartbeat(folder, rank), runfolder.EventWriter(folder, rank)
         from upsnb import parallel, training
 
-        ranks = parallel.initialise(config)
-        training.train(config, folder, ranks, events, heartbeat)
+        ranks = parallel.initialise(overlays.apply(config, launch.overlay))
+        training.train(config, folder, ranks, events, heartbeat, launch)
         heartbeat.done()
         events.close()
         parallel.shutdown(ranks)

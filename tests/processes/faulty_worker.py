@@ -15,7 +15,7 @@ import upsnb
 NUM_STEPS, SAVE_EVERY = 12, 4
 
 
-def train(config, folder, ranks, events, heartbeat):
+def train(config, folder, ranks, events, heartbeat, launch):
     import torch
     import torch.distributed as dist
 

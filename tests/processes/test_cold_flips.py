@@ -1,0 +1,162 @@
+"""Cold flips with real processes: the workers are launched again, the folder and the curve go on, failures are undone.
+
+Run by torchrun as a script, this file is `upsnb.worker` with a rank that is killed on request:
+`UPSNB_KILL=<rank>:<segment>:<steps after its first>`.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from upsnb import launch, runfolder, worker
+from upsnb.runfolder import Heartbeat
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+TWO_RANKS = {"num_gpus": 2, "batch_size": 4}  # the same microbatch of all ranks, so the same curve
+ONE_RANK = {"num_gpus": 1, "batch_size": 8}
+
+
+def worker_that_dies(folder: str) -> None:
+    """`upsnb.worker`, but for one rank that is killed at a step of one launch."""
+    rank, segment, steps = map(int, os.environ.get("UPSNB_KILL", "-1:0:0").split(":"))
+    if (str(rank), str(segment)) == (os.environ["RANK"], os.environ["UPSNB_SEGMENT"]):
+        beat = Heartbeat.beat
+
+        def deadly_beat(self, step):
+            beat(self, step)
+            if step >= self._first + steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Heartbeat.beat = deadly_beat
+    worker.main(folder)
+
+
+@pytest.fixture
+def start(tiny_config, tmp_path, monkeypatch):
+    """`start(kill, **settings)`: a run that ends with the test."""
+    started = []
+
+    def begin(kill="-1:0:0", **settings):
+        monkeypatch.setenv("UPSNB_KILL", kill)
+        settings = {"stages.operator.epochs": 100000, "optimizer.name": "adamw", "training.ema_decay": 0.9, **settings}
+        settings.setdefault("stages.operator.scheduler.name", "constant")
+        run = launch.start(tiny_config(**settings), tmp_path / "run", attached=True, worker=__file__)
+        started.append(run)
+        return run
+
+    yield begin
+    for run in started:
+        run._process.kill()
+
+
+def wait_for(run, kind, count=1, seconds=60.0):
+    """The event of a kind with that number, once it is there."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        events = run.events((kind,))
+        if len(events) >= count:
+            return events[count - 1]
+        assert run.status() in runfolder.ALIVE, (run.cause(), run.log_tail())
+        time.sleep(0.05)
+    raise AssertionError(f"{len(run.events((kind,)))} {kind} events after {seconds} s: {run.log_tail()}")
+
+
+def wait_for_steps(run, more):
+    wait_for(run, "step", len(run.events(("step",))) + more)
+
+
+def test_ranks_come_and_go_and_the_curve_goes_on(start, train_here, tmp_path):
+    run = start()
+    wait_for_steps(run, 10)
+    run.flip("activation_checkpointing", True)
+    assert wait_for(run, "flip")["cold"] is False
+    wait_for_steps(run, 35)  # of them at least 20 are steady, and fewer than an effect is measured from
+    revision = run.update(TWO_RANKS)
+    flip = wait_for(run, "flip", 2)
+    assert flip["revision"] == revision == 2 and flip["applied"] and flip["cold"] and flip["duration_ms"] > 500
+    assert flip["changes"] == {"training.batch_size": 4, "training.num_gpus": 2}
+    effect = wait_for(run, "flip_effect", 1)
+    assert effect["revision"] == 2 and effect["cold"] and effect["ci95"][0] <= effect["ratio"] <= effect["ci95"][1]
+    assert len(runfolder.read_heartbeats(run.folder)) == 2 and run.current_config.training.num_gpus == 2
+    run.update(ONE_RANK)
+    flip = wait_for(run, "flip", 3)
+    assert flip["phases_on"] == ["activation_checkpointing"], "the hot flip of the first launch is kept"
+    wait_for_steps(run, 10)
+    run.stop()
+    assert run.wait(60) == "finished"
+
+    assert [(s["num_ranks"], s["status"]) for s in run.manifest["segments"]] == [
+        (1, "relaunching"),
+        (2, "relaunching"),
+        (1, "finished"),
+    ]
+    assert run.manifest["segments"][1]["overlay"]["operator.pdet.use_activation_checkpoint"]
+    assert [event["num_ranks"] for event in run.events(("start",))] == [1, 2, 1]
+    assert [event["revision"] for event in run.events(("flip",))] == [1, 2, 3]
+    steps = run.events(("step",))
+    assert [event["step"] for event in steps] == list(range(1, len(steps) + 1)), "no step lost, none twice"
+    times = [event["time_s"] for event in steps]
+    assert times == sorted(times)
+
+    alone = tmp_path / "alone"
+
+    def stop_there(step):
+        if step == len(steps) - 1:
+            runfolder.write_control(alone, None, runfolder.STOP)
+
+    uninterrupted = train_here(run.config, alone, stop_there)
+    expected = [event["loss"] for event in uninterrupted if event["kind"] == "step"]
+    np.testing.assert_allclose([event["loss"] for event in steps], expected, rtol=1e-3)
+
+
+def test_a_relaunch_that_fails_is_rolled_back_and_the_run_goes_on(start):
+    run = start(kill="1:1:0")
+    wait_for_steps(run, 10)
+    run.update({"num_gpus": 40})
+    refused = wait_for(run, "flip")
+    assert not refused["applied"] and "training pairs" in refused["reason"]
+    assert len(run.manifest["segments"]) == 1, "what can be foreseen is refused before anything is stopped"
+    run.update(TWO_RANKS)
+    failed = wait_for(run, "flip", 2)
+    assert not failed["applied"] and failed["cold"] and failed["revision"] == 2
+    assert "rank 1 was killed by SIGKILL" in failed["reason"]
+    wait_for(run, "start", 2)
+    wait_for_steps(run, 5)
+    run.update({"noise": 0.01})
+    assert wait_for(run, "flip", 3)["changes"] == {"training.noise": 0.01}, "what failed is not asked for again"
+    run.stop()
+    assert run.wait(60) == "finished"
+    assert [s["num_ranks"] for s in run.manifest["segments"]] == [1, 2, 1]
+    steps = [event["step"] for event in run.events(("step",))]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_rank_killed_after_a_cold_flip_is_a_crash_and_its_relaunch_keeps_all_flips(start):
+    run = start(kill="1:1:6", **{"training.max_restarts": 1, "checkpoint.interval": 3})
+    wait_for_steps(run, 10)
+    run.flip("activation_checkpointing", True)
+    wait_for(run, "flip")
+    run.pause()
+    wait_for(run, "paused")
+    run.update(TWO_RANKS)
+    assert wait_for(run, "flip", 2)["cold"]
+    assert wait_for(run, "paused", 2)["step"] == run.events(("flip",))[-1]["step"], "launched again, it still waits"
+    assert run.is_paused()
+    run.resume()
+    wait_for(run, "start", 3)
+    wait_for_steps(run, 5)
+    run.stop()
+    assert run.wait(60) == "finished"
+    relaunched, crashed, finished = run.manifest["segments"]
+    assert crashed["status"] == "failed" and "rank 1 was killed" in crashed["cause"]
+    assert finished["num_ranks"] == 2 and finished["overlay"] == crashed["overlay"]
+    assert len(run.events(("flip",))) == 2, "nothing is flipped a second time"
+    assert set(range(1, run.events(("step",))[-1]["step"] + 1)) == {event["step"] for event in run.events(("step",))}
+
+
+if __name__ == "__main__":
+    worker_that_dies(sys.argv[1])
