@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (a row of a table is one line here as there)
-"""Write the measured tables of README.md and docs/model.md from the committed evidence in outputs/reference/.
+"""Write the measured tables of README.md and docs/ from the committed evidence in outputs/reference/.
 
 python benchmarks/readme.py          # rewrite the parts between `<!-- name -->` and `<!-- /name -->`
 python benchmarks/readme.py --check  # exit 1 where a document differs from the evidence (a test runs this)
@@ -13,9 +13,12 @@ import re
 import sys
 from pathlib import Path
 
+from upsnb.phases import EXTRAS, PHASES
+from upsnb.rules import CONFLICTS
+
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "outputs/reference"
-DOCUMENTS = ("README.md", "docs/model.md")
+DOCUMENTS = ("README.md", "docs/model.md", "docs/phases.md")
 TASKS = {"darcy": "Darcy, one call", "advection": "advection, 10 frames given, 31 predicted"}
 
 
@@ -127,7 +130,51 @@ def quick() -> str:
     return "\n".join(lines)
 
 
-SECTIONS = {"measured": accuracy, "variants": variants, "quick": quick}
+def ladders() -> list[dict]:
+    """Committed reports of 04_phases, one a machine."""
+    return [json.loads(path.read_text()) for path in sorted(REFERENCE.glob("phases*/report.json"))]
+
+
+def factor(rows: list[dict], name: str) -> str:
+    """A measured factor with its interval, or why there is none."""
+    row = next((row for row in rows if row["phase"] == name), None)
+    if row is None:
+        return "not measured"
+    if row["ratio"]["median"] is None:
+        return "failed"
+    low, high = row["ratio"]["ci95"]
+    return f"{row['ratio']['median']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def phase_table() -> str:
+    """What each phase promises, is held to and needs, and what was measured on every machine at hand."""
+    reports = ladders()
+    machines = [f"{where(report)}" for report in reports]
+    head = ["#", "phase", "promised alone / so far", "hot?", "numerics", "needs"]
+    head += [f"measured alone ({number})" for number in range(1, len(reports) + 1)]
+    head += [f"added in order ({number})" for number in range(1, len(reports) + 1)]
+    lines = [f"({number}) {machine}, samples/s over the baseline's [95 % interval]" for number, machine in enumerate(machines, 1)]
+    lines = [*lines, ""] if lines else ["Not measured yet on any machine.", ""]
+    lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for phase in (*PHASES, *EXTRAS):
+        promised = f"{phase.expected.factor:.2f} / {phase.expected.cumulative:.2f}" if phase.expected else "-"
+        cells = [str(phase.number or "-"), phase.name, promised, "hot" if phase.hot else "cold", phase.numerics]
+        cells.append(phase.needs or "-")
+        for kind in ("alone", "ladder"):
+            cells += [
+                "cannot run there" if phase.name in report["skipped"] else factor(report[kind], phase.name)
+                for report in reports
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def conflicts() -> str:
+    """Settings that exclude each other, as a run refuses them."""
+    return "\n".join(f"- **{' x '.join(names)}**: {sentence}" for names, _, sentence in CONFLICTS)
+
+
+SECTIONS = {"phases": phase_table, "conflicts": conflicts, "measured": accuracy, "variants": variants, "quick": quick}
 
 
 def rewritten(text: str) -> str:
