@@ -48,7 +48,7 @@ def data_root(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_config(data_root):
     """`tiny_config(**{"training.batch_size": 4})`: a config of both datasets that trains in seconds, data in place.
 

@@ -258,13 +258,22 @@ class EvaluationConfig(Section):
 
 
 class GuardsConfig(Section):
-    """What a run does by itself when training goes wrong; each act is an event."""
+    """What a run does by itself when training goes wrong; each act is an event.
+
+    nonfinite: such steps change no weight, moment or average. On CUDA each step then waits for its loss and gradient
+    norm, one small synchronisation. Overflows by which float16's scaler finds its scale do not count.
+    out_of_memory: in a step, one rank alone in process, several by a relaunch from the last checkpoint. Microbatches
+    fall to their largest divisor (30, 15, 5, 1) and grow again; each relapse doubles the wait.
+    offload_overhead: 0.1 means 10 % more time for a step than without offload, by the 95 % interval of a `flip_effect`;
+    a run that starts with offload on is tried without it for one window.
+    validation_reference: compared at the same epoch, between two validations linearly, never beyond the last.
+    """
 
     nonfinite: Literal["off", "bfloat16", "stop"] = "off"  # skip steps without a finite loss; after a row of them, this
     nonfinite_patience: PositiveInt = 3  # skipped steps in a row
-    out_of_memory: bool = False  # halve the microbatch and double accumulation
+    out_of_memory: bool = False  # a smaller microbatch and more accumulation, the effective batch stays
     regrow_steps: PositiveInt = 1000  # good steps until the microbatch grows again
-    offload_overhead: PositiveFloat | None = None  # share of a step above which offload is switched off
+    offload_overhead: PositiveFloat | None = None  # relative cost of a step above which offload is switched off
     validation_reference: str | None = None  # run folder that phase 3 must not fall behind; relative to the project
     validation_tolerance: PositiveFloat = 0.05  # relative excess of validation nRMSE over the reference's
     compile_failure: Literal["stop", "off"] = "stop"  # what a failing compilation does

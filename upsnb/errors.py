@@ -24,6 +24,10 @@ class RunError(UpsError):
     """A run folder is missing, damaged or in a state that forbids the request."""
 
 
+class OutOfMemory(RunError):
+    """A step ran out of memory and could not be saved in process; a relaunch with a smaller microbatch may help."""
+
+
 class RunFailed(RunError):
     """A run ended without finishing; carries its status, folder and cause."""
 

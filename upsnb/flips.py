@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from upsnb import hardware, overlays, parallel, runfolder
+from upsnb import hardware, overlays, parallel, probe, runfolder
 from upsnb.config import RunConfig
 from upsnb.data.batches import Schedule
 from upsnb.events import EventWriter
@@ -74,8 +74,9 @@ class Flips:
                 self.setup.update(new)
         except Exception as error:  # whatever it was, the run must go on as it did before
             problem = f"{type(error).__name__}: {error}"
-        problems = parallel.all_gather_objects(self.ranks, problem)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        failed = self._failures(problem)
+        if not failed and not cold:  # on all ranks or none: compile now, while it can be undone
+            failed = self._failures(self._try_compiling())
         if failed and self.setup.config is not old:
             self.setup.update(old)
         if failed:
@@ -88,6 +89,18 @@ class Flips:
             outcome = {"applied": not failed, "reason": "; ".join(failed) or None, "skipped": skipped, "cold": False}
             self._answer(step, old, new, time.perf_counter() - started, outcome)
         return CHANGED if new != old else NOTHING
+
+    def _failures(self, problem: str) -> list[str]:
+        """Which ranks have a problem, and what; the same on all ranks."""
+        problems = parallel.all_gather_objects(self.ranks, problem)
+        return [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+
+    def _try_compiling(self) -> str:
+        try:
+            probe.compile_now(self.setup)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def leave(self, step: int) -> None:
         """Hand a cold flip over to the supervisor: rank 0's last event, once the state is saved."""

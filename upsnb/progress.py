@@ -38,6 +38,8 @@ class Progress:
             self._say(_greeting(event))
         elif kind == "compile":
             self._say(f"step {event['step']}: compiled {event['graphs']} graphs, {event['duration_s']:.1f} s")
+        elif kind == "guard":
+            self._say(f"step {event['step']}: guard {event['guard']}, {event['action']}: {event['reason']}")
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
             self._say(f"step {event['step']:,} | validation nRMSE: {errors}{', the best so far' * event['best']}")

@@ -64,6 +64,9 @@ class Setup:
     ema: optimizers.Ema | None
     plateau: optimizers.Plateau
     generator: torch.Generator
+    skipped: str = ""  # why the last step changed nothing: loss, gradient, overflow (float16's scaler), or not at all
+    updating: bool = False  # weights are changing: a step that fails now cannot be taken again
+    probed: RunConfig | None = None  # what compiled code was last tried out with, see upsnb.probe
     build_s: dict[str, float] = field(default_factory=dict)  # seconds per part, for the start event
     tf32: precision.Tf32 = field(default_factory=precision.Tf32)
     optimizer_marks: tuple = (0.0, 0.0)  # begin and end of the optimizers' part of the last step, for its event
@@ -180,12 +183,12 @@ class Setup:
                 computed.add((batch.dataset, term))
         if self.ranks.world_size > 1:
             self._forget_untouched(computed)
-        norm = self._update(training.grad_clip)
         means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
         if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
             torch.distributed.all_reduce(means)
             means /= self.ranks.world_size
         loss, *values = means.unbind()
+        norm = self._update(training.grad_clip, loss)
         return loss, dict(zip(terms, values)), norm
 
     def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int) -> tuple[Tensor, dict]:
@@ -217,18 +220,35 @@ class Setup:
         for parameter in (p for module in modules for p in module.parameters()):
             parameter.grad = None
 
-    def _update(self, grad_clip: float | None) -> Tensor:
+    def _update(self, grad_clip: float | None, loss: Tensor) -> Tensor:
         together = optimizers.Together(self.optimizers)
         self.scaler.unscale_(together)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or float("inf"), foreach=True)
+        self.skipped = "" if self.config.guards.nonfinite == "off" else self._reason_to_skip(loss, norm)
         begin = mark(self.ranks.device)
-        self.scaler.step(together)
+        if not self.skipped:
+            self.updating = True
+            self.scaler.step(together)
         self.optimizer_marks = begin, mark(self.ranks.device)
-        self.scaler.update()
+        self.scaler.update()  # after a step without finite gradients this lowers the scale
         together.zero_grad()
-        if self.ema is not None:
+        if self.ema is not None and not self.skipped:
             self.ema.update()
+        self.updating = False
         return norm
+
+    def _reason_to_skip(self, loss: Tensor, norm: Tensor) -> str:
+        """Why the step must change nothing, or ""; the same on all ranks, because both numbers are of all ranks.
+
+        float16's scaler finds its scale by overflows of the gradients while the loss is finite. Those steps are
+        skipped as well, but only a scale below 1 is no search any more: the gradients themselves leave float16.
+        """
+        is_finite = torch.stack([loss, norm.to(loss.dtype)]).isfinite().tolist()  # waits for the device, once a step
+        if all(is_finite):
+            return ""
+        if not is_finite[0]:
+            return "loss"
+        return "overflow" if self.scaler.is_enabled() and self.scaler.get_scale() >= 1 else "gradient"
 
     # -- state --------------------------------------------------------------------------------------------------------
 

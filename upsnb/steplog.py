@@ -25,6 +25,7 @@ class StepLog:
         self.pending: deque[tuple[dict, list[str], Tensor, int]] = deque()
         self.time_before_s = 0.0  # training time of earlier launches
         self.nonfinite = 0  # losses in a row, so far
+        self.guarded = False  # the guard `nonfinite` looks after such losses
 
     def add(self, known: dict, loss: Tensor, terms: dict[str, Tensor], norm: Tensor, samples: int) -> None:
         """Take a step that has been launched; call once a step, before anything else is launched.
@@ -79,7 +80,7 @@ class StepLog:
         if compiled:
             self.events.write("compile", step, **compiled.as_dict())
         self.observe(step, samples_per_s, step_ms, steady)
-        self.nonfinite = 0 if math.isfinite(loss) else self.nonfinite + 1
+        self.nonfinite = 0 if math.isfinite(loss) or self.guarded else self.nonfinite + 1
         if self.nonfinite == MOST_NONFINITE:
             raise RunError(
                 f"the loss is infinite or NaN since step {step - MOST_NONFINITE + 1} -> lower optimizer.lr, or use "

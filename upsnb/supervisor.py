@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from upsnb import config as configs
-from upsnb import files, overlays, runfolder, verdict
+from upsnb import files, overlays, rescue, runfolder, verdict
 from upsnb.processes import MARK, SEGMENT, kill_marked, marked, process_identity
 from upsnb.verdict import Verdict
 
@@ -93,7 +93,8 @@ class Supervisor:
                 flip = None
                 continue
             flip = end.relaunch
-            if flip is None:
+            shrinks = end.out_of_memory and not self._stop_asked() and self._shrink(end.cause)
+            if flip is None and not shrinks:  # one that asks for less is no restart: it ends at single pairs
                 may_continue = end.crashed and not self._stop_asked() and verdict.has_checkpoint(self.folder)
                 if not may_continue or restarts >= self.config.training.max_restarts:
                     return end
@@ -120,6 +121,9 @@ class Supervisor:
             duration_ms=round(1e3 * (time.time() - flip["since"]), 3),
         )
         events.close()
+
+    def _shrink(self, cause: str) -> bool:
+        return rescue.ask_for_less(self.folder, self.base, self.config, cause, self._last_step())
 
     def _segment(self, restarts: int, flip: dict | None) -> Verdict:
         """Launch the workers once and watch them until none is left."""
@@ -226,13 +230,17 @@ class Supervisor:
             runfolder.update_manifest(self.folder, status=status)
             self.status = status
 
+    def _last_step(self) -> int:
+        steps = [beat["step"] for beat in runfolder.read_heartbeats(self.folder).values() if beat["beats"]]
+        return max(steps, default=0)
+
     def _open_segment(self, restarts: int, flip: dict | None) -> int:
         """Begin a segment in manifest and events; returns where its output will begin in worker.log.
 
         It starts from config.yaml and what was changed since, by a cold flip's request or as it was applied last: a
         relaunch loses no flip, and makes none twice.
         """
-        steps = [beat["step"] for beat in runfolder.read_heartbeats(self.folder).values() if beat["beats"]]
+        step = self._last_step()
         for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
             for path in self.folder.glob(pattern):
                 path.unlink()
@@ -245,7 +253,7 @@ class Supervisor:
             "number": len(segments),
             "started": time.time(),
             "restarts": restarts,  # after crashes, so far
-            "step": max(steps, default=0),
+            "step": step,
             "overlay": start["overlay"],  # on top of config.yaml
             "revision": start["revision"],  # of control.json, which the overlay answers
             "cold_flip": flip,  # the event that asked for this launch

@@ -17,6 +17,7 @@ from upsnb.compiling import CompileCounter
 from upsnb.config import OperatorStageConfig, RunConfig
 from upsnb.events import without_nonfinite
 from upsnb.flips import CHANGED, RELAUNCH, Flips
+from upsnb.guards import Guards
 from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
 from upsnb.phases import PHASES, is_on
@@ -93,6 +94,7 @@ class Loop:
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
         self.log = StepLog(events, self.clock, self.flips.observe)
         self.announced_first = False
+        self.guards = Guards(folder, self.setup, self.flips, ranks, events)
         self._resume()
         self.has_stepped = False  # begun a step in this launch, whether it went well or is to be taken again
         self.paused_since: float | None = None
@@ -198,6 +200,8 @@ class Loop:
         self.clock.start()
         self.run_started = time.perf_counter()
         reason = self._agree()
+        if reason is None and self.guards.compile_ahead(self.position.step):
+            reason = self._agree()
         while reason is None:
             reason = self._epoch()
         self.log.drain(everything=True)
@@ -212,15 +216,16 @@ class Loop:
             waiting = time.perf_counter()
             microbatches = [next(batches) for _ in range(training.accum_steps)]
             wait_ms = 1e3 * (time.perf_counter() - waiting)
-            self._step(microbatches, wait_ms)
-            if position.step % self.config.checkpoint.interval == 0:
+            is_done = self._step(microbatches, wait_ms)
+            if is_done and position.step % self.config.checkpoint.interval == 0:
                 self._save(best=False)
             schedule = self.setup.loader.schedule
             reason = self._agree()
             if reason is not None:
                 return reason
-            if self.setup.loader.schedule is not schedule:
-                return None  # the rest of the epoch is another one
+            self.guards.confirm()
+            if not is_done or self.setup.loader.schedule is not schedule:
+                return None  # go on at the same place of the epoch
         position.epoch, position.microbatch = position.epoch + 1, 0
         finished = position.epoch >= self.stage.epochs
         due = finished or position.epoch % self.config.evaluation.every_epochs == 0
@@ -328,18 +333,27 @@ class Loop:
         now = time.perf_counter() if self.paused_since is None else self.paused_since
         return self.position.elapsed_s + now - self.run_started
 
-    def _step(self, batches: list, wait_ms: float) -> None:
+    def _step(self, batches: list, wait_ms: float) -> bool:
+        """One optimizer step; False where it failed and a guard has asked for settings to take it again with."""
         setup, position = self.setup, self.position
         self.has_stepped = True
         self._beat()
         factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
         rate = optimizers.set_learning_rate(setup.optimizers, factor)
         done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
-        loss, terms, norm = setup.step(batches, position.step, done)
+        result = self.guards.attempt(batches, position.step, done)
+        if result is None:
+            return False
         position.step += 1
         position.microbatch += len(batches)
-        if self.ranks.rank != 0:
-            return
+        if self.ranks.rank == 0:
+            self._note_step(batches, wait_ms, rate, *result)
+        self.guards.after_step(position.step, *result)
+        return True
+
+    def _note_step(self, batches: list, wait_ms: float, rate: float, loss, terms, norm) -> None:
+        position = self.position
+        self.log.guarded = self.config.guards.nonfinite != "off"
         known = {
             "step": position.step,
             "epoch": position.epoch,
@@ -347,7 +361,7 @@ class Loop:
             "datasets": sorted({batch.dataset for batch in batches}),
             "learning_rate": rate,
             "compiled": self.compiled.read(),
-            "optimizer": setup.optimizer_marks,
+            "optimizer": self.setup.optimizer_marks,
         }
         self.log.add(known, loss, terms, norm, self.samples_per_step)
         if self.clock.first_step is not None and not self.announced_first:
@@ -363,8 +377,8 @@ class Loop:
             return None
         position = self.position
         self.validated_step = position.step
-        results = self._evaluate("validation")
-        score = float(np.mean([_headline(result) for result in results.values()]))
+        scores = {name: _headline(result) for name, result in self._evaluate("validation").items()}
+        score = float(np.mean(list(scores.values())))
         improved = score < position.best
         position.waited = 0 if improved else position.waited + 1
         if improved:
@@ -378,9 +392,10 @@ class Loop:
                 epoch=position.epoch,
                 time_s=round(self._elapsed(), 3),
                 split="validation",
-                val_nrmse={name: _headline(result) for name, result in results.items()},
+                val_nrmse=scores,
                 best=improved,
             )
+        self.guards.validated(position.epoch, position.step, scores)
         if improved:
             self._save(best=True)
         self.clock.interrupt()

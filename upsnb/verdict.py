@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from upsnb import runfolder
+from upsnb.errors import OutOfMemory
 
 # Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
 # and torchrun terminates those that are left.
@@ -34,6 +35,7 @@ class Verdict:
     crashed: bool = False  # a relaunch from the last checkpoint may help
     hung: bool = False  # the supervisor ended it, because a rank stood still
     relaunch: dict | None = None  # the workers' own `relaunch` event: settings and revision
+    out_of_memory: bool = False  # in a step: a relaunch with smaller microbatches may help
 
 
 def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
@@ -57,7 +59,9 @@ def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
     if full or shutil.disk_usage(folder).free < 1 << 16:
         who = f" ({_describe(full[0])})" if full else ""
         return Verdict("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
-    return Verdict("failed", _cause(folder, exit_code, log_start, failures), None, exit_code, crashed=True)
+    starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)
+    cause = _cause(folder, exit_code, log_start, failures)
+    return Verdict("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
 
 
 def _cause(folder: Path, exit_code: int, log_start: int, failures: list[dict]) -> str:

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 from upsnb import config as configs
-from upsnb import overlays, runfolder
+from upsnb import overlays, rescue, runfolder
 from upsnb.processes import MARK, SEGMENT, is_alive, kill_marked
 
 WATCH_INTERVAL_S = 1.0
@@ -83,6 +83,7 @@ def _record_failure(folder: Path, error: BaseException, heartbeat: runfolder.Hea
         "message": str(error),
         "traceback": traceback.format_exc(),
         "disk_full": is_disk_full(error, folder),
+        "out_of_memory": rescue.is_out_of_memory(error),
     }
     try:
         runfolder.write_json(folder / f"failure.rank{rank}.json", failure, last_words=True)

@@ -189,6 +189,15 @@ class Loader:
                 augment(batch, self.datasets[batch.dataset].family.name, microbatch, self.schedule.global_size)
             yield batch
 
+    def peek(self) -> list[Batch]:
+        """One microbatch of each dataset, read here and now; an epoch that is under way does not notice."""
+        reader = self.reader or PairReader(self.datasets, self.calls)
+        batches = [reader[microbatch] for microbatch in self.schedule.epoch(0)[: len(self.datasets)]]
+        for batch in batches:
+            for key in ("inputs", "targets", "parameters"):
+                setattr(batch, key, getattr(batch, key).to(self.device).contiguous())
+        return batches
+
     def _start_workers(self) -> DataLoader:
         training = self.config.training
         return DataLoader(
