@@ -4,6 +4,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(she
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+HOSTED := .colab/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -27,14 +28,14 @@ check: $(STAMP)
 
 # Fast tests first: most mistakes show within a minute. tests/notebooks/smoke.py puts params/smoke.yaml below a
 # notebook's parameters; nbval has its own time limit per cell, and a cell that trains takes longer than any test may.
-test: check compiler
+test: check compiler $(HOSTED)
 	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py
 	$(BIN)/python -m pytest -q tests -m slow || test $$? = 5  # 5: no test is marked slow
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=120 --timeout=0 $(NOTEBOOKS))
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .colab *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: compiler
@@ -53,4 +54,14 @@ $(BIN)/python:
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing the pinned packages into $(VENV) (once; torch alone is large)"
 	$(BIN)/python -m pip install -c constraints.txt -e '.[lab,test]'
+	@touch $@
+
+# What Colab preinstalls, in front of .venv's other packages; built on that Python, because it takes its torch.
+$(HOSTED): $(STAMP) tests/colab/pins.txt
+	@echo "Making .colab with the versions of hosted notebooks (once)"
+	@rm -rf .colab
+	@$(BIN)/python -m venv .colab
+	.colab/bin/python -m pip install --quiet --no-deps -r tests/colab/pins.txt
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$(.colab/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_rest.pth"
 	@touch $@

@@ -83,14 +83,16 @@ def test_pins_are_exact_public_and_sorted():
 
 
 def test_nothing_is_pinned_that_nothing_needs():
-    needed, todo = set(), list(REQUIREMENTS)
+    needed, absent, todo = set(), set(), list(REQUIREMENTS)
+    pinned = {canonicalize_name(name) for name in PINS}
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
         try:
             inner = metadata.distribution(name).requires or []
         except metadata.PackageNotFoundError:
-            continue  # needed on another system only
+            absent.add(name)  # needed on another system only, unless it is pinned
+            continue
         if (name, *requirement.extras) in needed:
             continue
         needed |= {(name,), (name, *requirement.extras)}
@@ -98,7 +100,9 @@ def test_nothing_is_pinned_that_nothing_needs():
             extras = {"", *requirement.extras}
             if found.marker is None or any(found.marker.evaluate({"extra": extra}) for extra in extras):
                 todo.append(found)
-    assert {canonicalize_name(name) for name in PINS} <= {name for name, *_ in needed}
+    if absent & pinned:
+        pytest.skip(f"pinned and not installed: {', '.join(sorted(absent & pinned))} -> make")
+    assert pinned <= {name for name, *_ in needed}
 
 
 def test_conda_environment_installs_the_same_pins():

@@ -1,0 +1,74 @@
+"""The versions that Colab preinstalls, in an environment of their own: every module, and the panel in their kernel."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".colab" / "bin" / "python"
+PINS = dict(
+    line.split("==")
+    for line in (Path(__file__).parent / "pins.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+EVERY_MODULE = """
+import importlib, pkgutil, upsnb
+modules = [module.name for module in pkgutil.walk_packages(upsnb.__path__, "upsnb.")]
+for name in modules:
+    importlib.import_module(name)
+len(modules)
+"""
+PANEL = """
+from upsnb import panel, runs
+shown = panel.Panel(runs.Run.attach(FOLDER))
+shown.watch(2)
+"""
+VERSIONS = """
+import json
+from importlib import metadata
+print(json.dumps({name: metadata.version(name) for name in NAMES}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """`make test` builds it; elsewhere these tests are left out."""
+    if not PYTHON.exists():
+        reason = "there is no .colab -> make .colab/.installed"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """`execute(source, ...)`: run cells in that environment's kernel; a cell's error is the test's. The last result."""
+    spec = tmp_path / "jupyter" / "kernels" / "colab" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    arguments = [str(PYTHON), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    variables = {"COLAB_RELEASE_TAG": "1", "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
+    spec.write_text(json.dumps({"argv": arguments, "display_name": "Colab", "language": "python", "env": variables}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+
+    def run(*sources: str) -> nbformat.NotebookNode:
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+        NotebookClient(notebook, kernel_name="colab", timeout=250, resources={"metadata": {"path": tmp_path}}).execute()
+        return notebook.cells[-1].outputs
+
+    return run
+
+
+def test_environment_has_the_pinned_versions():
+    code = VERSIONS.replace("NAMES", repr(list(PINS)))
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == PINS
+
+
+def test_every_module_is_imported(execute):
+    (output,) = execute(EVERY_MODULE)
+    assert int(output.data["text/plain"]) > 40
