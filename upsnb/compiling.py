@@ -67,7 +67,7 @@ class Compilation:
     """What the compiler did in some time."""
 
     graphs: int = 0  # traced
-    graph_breaks: int = 0
+    graph_breaks: int = 0  # and functions that were left to eager as a whole
     recompiles: int = 0  # of these graphs, those of code that had one already: other shapes, types or settings
     cache_hits: int = 0  # kernels of a forward or backward graph that were found on disk
     duration_s: float = 0.0
@@ -99,7 +99,8 @@ class CompileCounter:
         dynamo = torch._dynamo.utils  # loaded by torch on first use, which importing this module is not
         counters, spent = dynamo.counters, dynamo.calculate_time_spent()["total_wall_time"]
         hits = counters["inductor"]["fxgraph_cache_hit"]
-        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), hits, spent
+        breaks = sum(counters["graph_break"].values()) + counters["frames"]["total"] - counters["frames"]["ok"]
+        return counters["stats"]["unique_graphs"], breaks, hits, spent
 
     def _recompiles(self) -> int:
         """Frames compiled since last time that had been compiled before: ids read frame/number, from 0 up."""

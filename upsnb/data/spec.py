@@ -41,7 +41,8 @@ class DatasetSpec:
         """Cells per token and axis: the smallest even divisor of the grid whose token count is within budget."""
         for patch in range(2, min(self.grid_shape) + 1, 2):
             if all(size % patch == 0 for size in self.grid_shape):
-                if math.prod(size // patch for size in self.grid_shape) <= self.tokens:
+                # a list: given a generator, torch.compile skips the encoder and decoder that ask, and says nothing
+                if math.prod([size // patch for size in self.grid_shape]) <= self.tokens:
                     return patch
         raise DataError(
             f"dataset {self.name}: no even patch divides the grid {self.grid_shape} into at most {self.tokens} tokens "
