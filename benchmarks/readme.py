@@ -153,7 +153,10 @@ def phase_table() -> str:
     head = ["#", "phase", "promised alone / so far", "hot?", "numerics", "needs"]
     head += [f"measured alone ({number})" for number in range(1, len(reports) + 1)]
     head += [f"added in order ({number})" for number in range(1, len(reports) + 1)]
-    lines = [f"({number}) {machine}, samples/s over the baseline's [95 % interval]" for number, machine in enumerate(machines, 1)]
+    lines = [
+        f"({number}) {machine}, samples/s over the baseline's [95 % interval]"
+        for number, machine in enumerate(machines, 1)
+    ]
     lines = [*lines, ""] if lines else ["Not measured yet on any machine.", ""]
     lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for phase in (*PHASES, *EXTRAS):

@@ -3,13 +3,16 @@
 import json
 import os
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, parallel, runfolder, training
+from upsnb import checkpoint, overlays, parallel, runfolder, training
 from upsnb.data.batches import Loader
+from upsnb.parallel import Ranks
+from upsnb.setup import Setup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,6 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CUDA = {"training.device": "cuda"}
+BF16 = {"training.amp": True, "training.amp_dtype": "bfloat16"}
+OFFLOAD = {"training.cpu_offload_optimizer": True, "training.grad_clip": None}
+CUDA_GRAPHS = {"training.compile": True, "training.compile_mode": "reduce-overhead"}
 
 
 @pytest.fixture
@@ -48,6 +54,16 @@ def losses(events):
         {"training.compile": True, "training.amp": True, "training.amp_dtype": "bfloat16"},
         {"optimizer.fused": True},
         {"operator.pdet.attention": "math"},
+        {"operator.pdet.attention": "efficient"},
+        {"operator.pdet.attention": "flash", **BF16},
+        {"operator.pdet.attention": "flex"},
+        {"operator.pdet.attention": "flex", **BF16, "training.compile": True},
+        {"optimizer.foreach": False},
+        {"training.tf32": True},
+        {**OFFLOAD, "training.accum_steps": 2},
+        {**OFFLOAD, **BF16, "training.compile": True, "optimizer.fused": True},
+        {**CUDA_GRAPHS, "training.accum_steps": 2, "training.ema_decay": 0.9},
+        {**CUDA_GRAPHS, **BF16, "operator.pdet.use_activation_checkpoint": True},
     ),
     ids=lambda settings: ", ".join(map(str, settings.values())) or "eager",
 )
@@ -69,6 +85,58 @@ def test_compiled_steps_are_the_eager_ones_up_to_rounding(train_cuda, tmp_path):
     eager = train_cuda(tmp_path / "eager", **adamw)
     compiled = train_cuda(tmp_path / "compiled", **adamw, **{"training.compile": True})
     np.testing.assert_allclose(losses(compiled), losses(eager), rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        CUDA_GRAPHS,
+        OFFLOAD,
+        {"operator.pdet.attention": "flex"},
+        {"operator.pdet.attention": "efficient"},
+        {"optimizer.fused": True},
+        {"optimizer.foreach": False},
+    ),
+    ids=lambda settings: ", ".join(map(str, settings.values())),
+)
+def test_what_makes_a_step_faster_changes_it_by_rounding_only(train_cuda, tmp_path, settings):
+    common = {"optimizer.name": "adamw", "training.grad_clip": None, "training.accum_steps": 2}
+    plain = train_cuda(tmp_path / "plain", **common)
+    fast = train_cuda(tmp_path / "fast", **{**common, **settings})
+    np.testing.assert_allclose(losses(fast), losses(plain), rtol=5e-3)
+
+
+def test_offloaded_moments_lie_in_host_memory_and_come_back(tiny_config):
+    ranks = Ranks(device=torch.device("cuda", 0))
+    setup = Setup.build(tiny_config(**CUDA, **{"training.grad_clip": None}), Path(), ranks, lambda message: None)
+
+    def step(number):
+        epoch = setup.loader.epoch(0)
+        setup.step([next(epoch)], number, number)
+        return setup.optimizers[-1].state
+
+    assert all(state["exp_avg"].is_cuda for state in step(0).values())
+    setup.update(overlays.apply(setup.config, OFFLOAD))
+    state = step(1)
+    large = [p for p in state if p.numel() >= 4096]
+    assert large and not any(state[p]["exp_avg"].is_cuda for p in large)
+    assert all(int(state[p]["step"]) == 2 for p in large)
+    setup.update(overlays.apply(setup.config, {"training.cpu_offload_optimizer": False}))
+    assert all(state["exp_avg"].is_cuda and int(state["step"]) == 3 for state in step(2).values())
+    assert not any(p._post_accumulate_grad_hooks for p in setup.model.parameters())
+
+
+def test_tensorfloat32_is_on_during_the_run_and_put_back_after_it(train_cuda, tmp_path):
+    before, during = torch.get_float32_matmul_precision(), set()
+    train_cuda(
+        tmp_path / "run", lambda step: during.add(torch.backends.cuda.matmul.allow_tf32), **{"training.tf32": True}
+    )
+    assert during == {True} and torch.get_float32_matmul_precision() == before
+
+
+def test_the_optimizer_s_time_is_part_of_the_step_s(train_cuda, tmp_path):
+    steps = [event for event in train_cuda(tmp_path / "run") if event["kind"] == "step"]
+    assert all(0 < step["optimizer_ms"] < step["step_time_ms"] for step in steps)
 
 
 def test_the_gpu_trains_like_the_cpu(train_cuda, train_here, tiny_config, tmp_path):
