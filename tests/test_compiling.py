@@ -86,6 +86,7 @@ def test_switched_off_nothing_compiled_runs_and_switched_on_nothing_is_compiled_
     assert not counter.read() and torch._dynamo.utils.counters["frames"] == frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overlay",
     [
@@ -114,6 +115,7 @@ def test_a_graph_break_is_counted(setup):
     assert counter.read().graph_breaks > 0
 
 
+@pytest.mark.slow
 def test_more_flips_than_torch_keeps_graphs_for_are_all_compiled(setup):
     sizes = range(2, 7)
     assert DATASETS * len(sizes) > torch._dynamo.config.recompile_limit
