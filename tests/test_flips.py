@@ -1,13 +1,16 @@
 """Flips of live runs: acknowledged with revision and step, on all ranks at once, refused without harm, measured."""
 
+import json
 import time
 
 import numpy as np
 import pytest
 
-from upsnb import launch
+from upsnb import launch, overlays, runfolder, training
 from upsnb.errors import ConfigError
-from upsnb.flips import throughput_ratio
+from upsnb.flips import steady_steps_before, throughput_ratio
+from upsnb.parallel import Ranks
+from upsnb.runfolder import Launch
 
 
 def wait_for(run, kind: str, count: int, seconds: float = 60.0) -> list[dict]:
@@ -29,6 +32,162 @@ def test_an_effect_of_two_is_found_and_its_interval_holds_it():
     ratio, (low, high) = throughput_ratio(before, after, cycle=2)
     assert low < ratio < high
     assert low < 2.0 < high
+
+
+def test_a_cold_flip_is_compared_with_what_ran_right_before_it():
+    def step(number, steady=True):
+        return {"kind": "step", "step": number, "steady": steady}
+
+    segment, flip, nothing = {"kind": "segment"}, {"kind": "flip", "changes": {"x": 1}}, {"kind": "flip", "changes": {}}
+    first = [segment, step(1), segment, step(2), flip, step(3), step(4, steady=False), nothing, step(5), segment]
+    assert [event["step"] for event in steady_steps_before(first)] == [3, 5]
+    assert [event["step"] for event in steady_steps_before([*first, step(6), segment])] == [6]
+    assert steady_steps_before([segment]) == []
+
+
+def asking(folder, requests):
+    """Called with each beat, writes the requests of a step: `{step: [(overlay, command), ...]}`."""
+
+    def at_step(step):
+        for overlay, command in requests.pop(step, ()):
+            runfolder.write_control(folder, overlay, command)
+
+    return at_step
+
+
+def kinds(events, *chosen):
+    return [event for event in events if event["kind"] in chosen]
+
+
+def test_an_asked_checkpoint_is_saved_once_and_is_no_flip(tiny_config, tmp_path, train_here):
+    events = train_here(tiny_config(), tmp_path, asking(tmp_path, {3: [(None, "checkpoint")]}))
+    asked = [event for event in kinds(events, "checkpoint") if event["revision"]]
+    assert [(event["step"], event["revision"]) for event in asked] == [(4, 1)]
+    assert not kinds(events, "flip")
+
+
+def test_requests_between_two_boundaries_are_all_obeyed(tiny_config, tmp_path, train_here):
+    requests = [(None, "pause"), ({"training.noise": 0.01}, None), (None, "checkpoint"), (None, "resume")]
+    events = train_here(tiny_config(), tmp_path, asking(tmp_path, {3: requests}))
+    (flip,) = kinds(events, "flip")
+    assert flip["revision"] == 2 and flip["applied"] and not flip["cold"]
+    assert [event["step"] for event in kinds(events, "checkpoint") if event["revision"] == 3] == [4]
+    assert not kinds(events, "paused"), "resumed before it began"
+    assert runfolder.read_manifest(tmp_path)["applied"] == {"revision": 2, "overlay": {"training.noise": 0.01}}
+
+
+def test_a_pause_stops_the_clocks_obeys_flips_and_spoils_no_sample(tiny_config, tmp_path, train_here):
+    beats = []
+
+    def at_step(step):
+        if step == 12:
+            beats.append(step)
+            if len(beats) == 1:  # step 12 begins; its boundary is 12 steps done
+                return
+            if len(beats) == 12:
+                runfolder.write_control(tmp_path, {"training.noise": 0.01})
+            if len(beats) == 16:
+                runfolder.write_control(tmp_path, None, "resume")
+        if step == 11 and runfolder.read_control(tmp_path).revision == 0:
+            runfolder.write_control(tmp_path, None, "pause")
+
+    events = train_here(tiny_config(**{"training.time_limit_s": 3600.0}), tmp_path, at_step)
+    paused, flip, resumed = kinds(events, "paused", "flip", "resumed")
+    assert (paused["revision"], flip["revision"], resumed["revision"]) == (1, 2, 3)
+    assert paused["step"] == flip["step"] == resumed["step"] == 12
+    assert resumed["paused_s"] > 1.0 and len(beats) > 15, "hearts beat on"
+    steps = kinds(events, "step")
+    before, after = steps[11], steps[12]
+    assert after["step"] == 13 and after["time_s"] - before["time_s"] < resumed["paused_s"] / 2
+    assert after["step_time_ms"] < 500 * resumed["paused_s"]
+    assert not any(event["steady"] for event in steps[12:17])
+    (end,) = kinds(events, "end")
+    assert end["train_time_s"] < events[-1]["time"] - kinds(events, "start")[0]["time"] - resumed["paused_s"] + 0.1
+
+
+def test_a_paused_run_can_be_stopped(tiny_config, tmp_path, train_here):
+    beats = []
+
+    def at_step(step):
+        beats.append(step)
+        if len(beats) == 4:
+            runfolder.write_control(tmp_path, None, "pause")
+        if len(beats) == 12:
+            runfolder.write_control(tmp_path, None, "stop")
+
+    events = train_here(tiny_config(), tmp_path, at_step)
+    assert kinds(events, "paused", "resumed", "end")[-1]["reason"] == "stopped"
+    assert len(kinds(events, "paused")) == 1 and not kinds(events, "resumed")
+
+
+def continue_from(config, folder, relaunch):
+    """What the supervisor does after a `relaunch` event, in this process; the events."""
+    events = runfolder.EventWriter(folder)
+    events.write("segment", relaunch["step"], number=1, num_ranks=1)
+    resumed = overlays.apply(config, {"checkpoint.resume": True})
+    start = Launch(1, relaunch["overlay"], relaunch["revision"], relaunch)
+    training.train(resumed, folder, Ranks(), events, runfolder.Heartbeat(folder, 0), start)
+    events.close()
+    return runfolder.read_events(folder)
+
+
+def test_a_cold_flip_leaves_a_state_that_another_launch_continues(tiny_config, tmp_path, train_here):
+    config = tiny_config(**{"optimizer.name": "adamw", "stages.operator.epochs": 2})
+    cold = {"training.ema_decay": 0.9, "optimizer.name": "muon_hybrid", "training.batch_size": 4}
+    hot = ({"training.noise": 0.01}, None)
+    events = train_here(config, tmp_path, asking(tmp_path, {3: [hot], 6: [({**cold, "training.noise": 0.01}, None)]}))
+    (relaunch,) = kinds(events, "relaunch")
+    assert relaunch["step"] == 7 and relaunch["changes"] == cold and not kinds(events, "end")
+    assert kinds(events, "checkpoint")[-1]["step"] == 7
+    assert len(kinds(events, "flip")) == 1, "not acknowledged before the ranks are there again"
+
+    events = continue_from(config, tmp_path, relaunch)
+    first, flip = kinds(events, "flip")
+    assert flip["revision"] == 2 and flip["cold"] and flip["applied"] and flip["step"] == 8
+    assert flip["changes"] == cold and flip["overlay"] == {**cold, "training.noise": 0.01}
+    steps = kinds(events, "step")
+    assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
+    assert all(np.isfinite(event["loss"]) for event in steps)
+    seen = sum(round(event["samples_per_s"] * event["step_time_ms"] / 1e3) for event in steps)
+    per_epoch = 2 * 16 * 10  # both datasets take turns, the larger has 16 samples x 10 starts
+    assert abs(seen - 2 * per_epoch) <= 16, "the place in the epoch is found again under another microbatch"
+
+
+def test_a_settings_request_during_the_relaunch_waits_for_its_first_step(tiny_config, tmp_path, train_here):
+    config = tiny_config()
+    events = train_here(config, tmp_path, asking(tmp_path, {3: [({"training.ema_decay": 0.9}, None)]}))
+    runfolder.write_control(tmp_path, {"training.ema_decay": 0.9, "training.noise": 0.01})
+    events = continue_from(config, tmp_path, kinds(events, "relaunch")[0])
+    assert [(flip["revision"], flip["step"], flip["cold"]) for flip in kinds(events, "flip")] == [
+        (1, 5, True),
+        (2, 5, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overlay", "said"),
+    [
+        ({"training.ema_decay": 0.9, "latent.dim": 16}, "latent.dim: cannot change while training runs"),
+        ({"training.num_gpus": 40}, "40 x training.batch_size"),
+        ({"training.device": "cuda"}, "there is no CUDA device"),
+        ({"training.nccl_tuning": True}, "training.nccl_tuning"),
+    ],
+)
+def test_a_cold_flip_that_cannot_work_is_refused_and_nothing_stops(tiny_config, tmp_path, train_here, overlay, said):
+    events = train_here(tiny_config(), tmp_path, asking(tmp_path, {3: [(overlay, None)]}))
+    (flip,) = kinds(events, "flip")
+    assert not flip["applied"] and said in flip["reason"] and flip["changes"] == {}
+    assert kinds(events, "end") and not kinds(events, "relaunch")
+    assert runfolder.read_manifest(tmp_path)["applied"] == {"revision": 1, "overlay": {}}
+
+
+def test_under_skip_a_live_flip_leaves_out_what_cannot_run_and_names_it(tiny_config, tmp_path, train_here):
+    asked = {"training.on_missing": "skip", "training.nccl_tuning": True, "training.noise": 0.01}
+    events = train_here(tiny_config(), tmp_path, asking(tmp_path, {3: [(asked, None)]}))
+    (flip,) = kinds(events, "flip")
+    assert flip["applied"] and flip["skipped"].keys() == {"nccl"} and "on the CPU" in flip["skipped"]["nccl"]
+    assert flip["changes"] == {"training.noise": 0.01, "training.on_missing": "skip"}
+    assert json.loads((tmp_path / "manifest.json").read_text())["applied"]["overlay"] == flip["changes"]
 
 
 @pytest.mark.slow

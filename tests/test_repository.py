@@ -41,7 +41,8 @@ ORDER = """
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
     losses metrics offload optimizers phases
     files processes events throughput runfolder runtable rescue judgement parallel checkpoint compiling
-    precision timing setup probe evaluation steplog flips guards training pipeline worker verdict supervisor runs launch
+    precision timing setup probe evaluation steplog flips boundary guards training pipeline
+    worker verdict supervisor runs launch
     compare memory profiling figure_style figures drawings report progress charts panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject

@@ -43,6 +43,14 @@ class Progress:
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
             self._say(f"step {event['step']:,} | validation nRMSE: {errors}{', the best so far' * event['best']}")
+        elif kind == "flip":
+            self._say(_flipped(event))
+        elif kind == "relaunch":
+            self._say(f"step {event['step']}: saved, to be launched again with {_settings(event['changes'])}")
+        elif kind == "paused":
+            self._say(f"step {event['step']}: paused")
+        elif kind == "resumed":
+            self._say(f"step {event['step']}: goes on after a pause of {duration(event['paused_s'])}")
         elif kind == "step":
             self._steps.append(event)
             if event["time_s"] - self._shown_s >= max(EVERY_S, SLOWER * event["time_s"]):
@@ -95,6 +103,17 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60} min {seconds % 60} s"
     return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+
+
+def _flipped(event: dict) -> str:
+    skipped = "".join(f"; skipped {phase}: {reason}" for phase, reason in (event.get("skipped") or {}).items())
+    if not event["applied"]:
+        return f"step {event['step']}: change {event['revision']} was refused: {event['reason']}"
+    return f"step {event['step']}: change {event['revision']}: {_settings(event['changes']) or 'nothing new'}{skipped}"
+
+
+def _settings(changes: dict) -> str:
+    return ", ".join(f"{path} {value}" for path, value in changes.items())
 
 
 def _greeting(start: dict) -> str:

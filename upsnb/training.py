@@ -13,6 +13,7 @@ import torch
 
 from upsnb import checkpoint, evaluation, hardware, optimizers, overlays, parallel, runfolder
 from upsnb import config as configs
+from upsnb.boundary import Boundary
 from upsnb.compiling import CompileCounter
 from upsnb.config import OperatorStageConfig, RunConfig
 from upsnb.events import without_nonfinite
@@ -27,8 +28,6 @@ from upsnb.steplog import StepLog
 from upsnb.timing import StepClock
 
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
-ASKED = (runfolder.CHECKPOINT, runfolder.SETTINGS, runfolder.PAUSE)
-PAUSE_POLL_S = 0.1  # between two looks at control.json while all ranks wait
 
 
 def train(
@@ -89,6 +88,7 @@ class Loop:
         hardware.check_runnable(config, hardware.detect())
         self.setup = Setup.build(config, runfolder.project_root(), ranks, self._say)
         self.flips = Flips(base, self.setup, ranks, events, folder, launch)
+        self.boundary = Boundary(folder, ranks, events, self.flips)
         self.position = Position()
         self._plan()
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
@@ -96,11 +96,6 @@ class Loop:
         self.announced_first = False
         self.guards = Guards(folder, self.setup, self.flips, ranks, events)
         self._resume()
-        self.has_stepped = False  # begun a step in this launch, whether it went well or is to be taken again
-        self.paused_since: float | None = None
-        self.asked_overlay: dict | None = None  # as control.json had it at this boundary, on rank 0
-        saved = runfolder.read_events(folder, ("checkpoint",)) if ranks.rank == 0 else []
-        self.saved_revision = max((event.get("revision") or 0 for event in saved), default=0)  # of asked checkpoints
         self.validated_step = -1
         self._announce()
 
@@ -251,50 +246,49 @@ class Loop:
         Rank 0 reads clock and control file; all ranks learn the same and decide the same.
         """
         while True:
-            self.progress, time_is_up, stop, save, settings, pause = self._requests()
-            if stop:
+            step = self.position.step
+            asked = self.boundary.ask(step, *self._progress())
+            self.progress = asked.progress
+            if asked.stop:
                 return self._go_on("stopped")
-            if save:
-                self.saved_revision = save
-                self._save(best=False, revision=save)
-            if settings and self._flip(settings) == RELAUNCH:
+            if asked.checkpoint:
+                self._save(best=False, revision=asked.checkpoint)
+            if asked.settings and self._flip(asked.settings) == RELAUNCH:
                 return self._go_on(RELAUNCH)
-            if not pause:
+            if not asked.pause:
                 break
-            self._hold(pause)
+            if self.ranks.rank == 0:
+                self.log.drain(everything=True)  # times of these steps are those before the pause
+            self._beat()
+            self.boundary.hold(step, asked.pause)
         self._go_on(None)
-        if time_is_up:
+        if asked.time_is_up:
             return "time"
         return "epochs" if self.position.epoch >= self.stage.epochs else None  # of a run resumed at its end
 
-    def _requests(self) -> tuple[float, bool, bool, int, int, int]:
-        """Progress of the stage, whether its time is up, whether to stop; revisions that ask for a checkpoint, other
-        settings and a pause, 0 where there is nothing to do.
-        """
+    def _progress(self) -> tuple[float, bool]:
+        """How far the stage is, 0 to 1, by epochs or by the clock; and whether the clock says that it is over."""
         limit = self.config.training.time_limit_s
-        message = torch.zeros(6, dtype=torch.float64)
-        if self.ranks.rank == 0:
-            control, flips, step = runfolder.read_control(self.folder), self.flips, self.position.step
-            turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
-            by_epochs = (self.position.epoch + turns) / self.stage.epochs
-            by_clock = self._elapsed() / limit if limit else 0.0
-            progress = max(by_epochs, by_clock)
-            # Where no step is to follow, that the ranks came this far has to do.
-            if flips.trial and (self.has_stepped or control.stop or control.paused or progress >= 1):
-                flips.acknowledge(step)
-            save, settings, pause = (control.asked.get(what, 0) for what in ASKED)
-            to_save, to_flip = save > self.saved_revision, settings > flips.revision and not flips.trial
-            self.asked_overlay = control.overlay
-            revisions = save * to_save, settings * to_flip, pause * control.paused
-            message[:] = torch.tensor([progress, by_clock >= 1, control.stop, *revisions])
-        progress, *rest = parallel.broadcast_control(self.ranks, message).tolist()
-        return progress, *map(int, rest)
+        turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
+        by_epochs = (self.position.epoch + turns) / self.stage.epochs
+        by_clock = self._elapsed() / limit if limit else 0.0
+        return max(by_epochs, by_clock), by_clock >= 1
+
+    def _go_on(self, reason: str | None) -> str | None:
+        """Leave the boundary; after a pause no clock has run meanwhile."""
+        paused_s = self.boundary.leave(self.position.step, resumed=reason is None)
+        if paused_s:
+            self.run_started += paused_s
+            self.launched += paused_s
+            self.log.time_before_s -= paused_s
+            self.clock.settle(self.position.step)
+        return reason
 
     def _flip(self, revision: int) -> str:
         """Apply what was asked for, here and on all other ranks; what `Flips.apply` found to do."""
         if self.ranks.rank == 0:
             self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
-        old_size, overlay = self.setup.loader.schedule.global_size, self.asked_overlay
+        old_size, overlay = self.setup.loader.schedule.global_size, self.boundary.overlay
         found = self.flips.apply(revision, overlay, self.position.step)
         if found == CHANGED:
             self._plan()
@@ -302,41 +296,15 @@ class Loop:
             self.clock.settle(self.position.step)
         return found
 
-    def _hold(self, revision: int) -> None:
-        """Wait a moment between two steps, alive."""
-        if self.paused_since is None:
-            if self.ranks.rank == 0:
-                self.log.drain(everything=True)  # their times are those before the pause
-                self.events.write("paused", self.position.step, revision=revision)
-            self.paused_since = time.perf_counter()
-        self._beat()
-        time.sleep(PAUSE_POLL_S)
-
-    def _go_on(self, reason: str | None) -> str | None:
-        """End a pause, if there is one: no clock has run meanwhile."""
-        if self.paused_since is not None:
-            paused_s = time.perf_counter() - self.paused_since
-            self.paused_since = None
-            self.run_started += paused_s
-            self.launched += paused_s
-            self.log.time_before_s -= paused_s
-            self.clock.settle(self.position.step)
-            if self.ranks.rank == 0 and reason is None:
-                revision = runfolder.read_control(self.folder).asked.get(runfolder.RESUME)
-                self.events.write("resumed", self.position.step, revision=revision, paused_s=round(paused_s, 3))
-        return reason
-
     def _beat(self) -> None:
         self.heartbeat.beat(self.position.step)
 
     def _elapsed(self) -> float:
-        now = time.perf_counter() if self.paused_since is None else self.paused_since
-        return self.position.elapsed_s + now - self.run_started
+        return self.position.elapsed_s + self.boundary.now() - self.run_started
 
     def _step(self, batches: list, wait_ms: float) -> bool:
         """One optimizer step; False where it failed and a guard has asked for settings to take it again with."""
         setup, position = self.setup, self.position
-        self.has_stepped = True
         self._beat()
         factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
         rate = optimizers.set_learning_rate(setup.optimizers, factor)
