@@ -11,6 +11,8 @@ from upsnb.errors import ConfigError
 from upsnb.flips import steady_steps_before, throughput_ratio
 from upsnb.parallel import Ranks
 from upsnb.runfolder import Launch
+from upsnb.supervisor import Supervisor
+from upsnb.verdict import Verdict
 
 
 def wait_for(run, kind: str, count: int, seconds: float = 60.0) -> list[dict]:
@@ -162,6 +164,57 @@ def test_a_settings_request_during_the_relaunch_waits_for_its_first_step(tiny_co
         (1, 5, True),
         (2, 5, False),
     ]
+
+
+def test_a_stop_asked_while_relaunching_is_obeyed_and_the_flip_still_answered(tiny_config, tmp_path, train_here):
+    config = tiny_config()
+    events = train_here(config, tmp_path, asking(tmp_path, {3: [({"training.ema_decay": 0.9}, None)]}))
+    runfolder.write_control(tmp_path, None, "stop")
+    events = continue_from(config, tmp_path, kinds(events, "relaunch")[0])
+    flip, end = kinds(events, "flip", "end")
+    assert flip["applied"] and flip["step"] == end["step"] == 4 and end["reason"] == "stopped"
+
+
+FLIP = {
+    "kind": "relaunch",
+    "step": 7,
+    "revision": 2,
+    "overlay": {"training.num_gpus": 2},
+    "since": 0.0,
+    "phases_on": [],
+}
+RELAUNCHING = Verdict("relaunching", relaunch=FLIP)
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_answered", "launched"),
+    [
+        ([RELAUNCHING, Verdict("failed", "rank 1 died", crashed=True), Verdict("finished")], False, [1, 2, 1]),
+        ([RELAUNCHING, Verdict("failed", "rank 1 hung", hung=True), Verdict("finished")], False, [1, 2, 1]),
+        ([RELAUNCHING, Verdict("failed", "rank 1 died", crashed=True)], True, [1, 2]),  # a crash, and no restarts
+        ([RELAUNCHING, Verdict("failed", "no space left")], False, [1, 2]),  # a relaunch cannot help
+        ([RELAUNCHING, RELAUNCHING, Verdict("finished")], True, [1, 2, 2]),
+    ],
+)
+def test_only_a_flip_without_a_step_is_rolled_back(tmp_path, monkeypatch, ends, is_answered, launched):
+    folder = runfolder.create(overlays.resolve({"device": "cpu"}), tmp_path / "run")
+    watcher, ends, ranks = Supervisor(folder), list(ends), []
+
+    def segment(restarts, flip):
+        watcher._open_segment(restarts, flip)
+        ranks.append(watcher.config.training.num_gpus)
+        if flip and is_answered:
+            applied = {"revision": flip["revision"], "overlay": flip["overlay"]}
+            runfolder.update_manifest(folder, applied=applied)
+        return ends.pop(0)
+
+    monkeypatch.setattr(watcher, "_segment", segment)
+    watcher._launch_until_done()
+    assert ranks == launched and not ends
+    flips = runfolder.read_events(folder, ("flip",))
+    assert [flip["applied"] for flip in flips] == ([False] if launched[2:] == [1] else [])
+    assert all(flip["revision"] == 2 and "rank 1" in flip["reason"] for flip in flips)
+    assert runfolder.read_manifest(folder)["applied"]["revision"] == (2 if flips or is_answered else 0)
 
 
 @pytest.mark.parametrize(

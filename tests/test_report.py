@@ -275,6 +275,30 @@ def test_progress_prints_means_every_few_seconds_and_validation_when_it_comes():
     assert len(lines) == 6
 
 
+def test_progress_says_what_was_changed_and_what_was_refused():
+    lines: list[str] = []
+    follow = progress.Progress(lines.append)
+    follow({"kind": "relaunch", "step": 9, "changes": {"training.num_gpus": 2}})
+    skipped = {"nccl": "no second device"}
+    change = {"kind": "flip", "step": 10, "revision": 3, "changes": {"training.num_gpus": 2}, "skipped": skipped}
+    follow({**change, "applied": True, "reason": None})
+    follow({**change, "applied": False, "reason": "too few pairs"})
+    follow({"kind": "paused", "step": 12})
+    follow({"kind": "resumed", "step": 12, "paused_s": 65.0})
+    assert lines == [
+        "step 9: saved, to be launched again with training.num_gpus 2",
+        "step 10: change 3: training.num_gpus 2; skipped nccl: no second device",
+        "step 10: change 3 was refused: too few pairs",
+        "step 12: paused",
+        "step 12: goes on after a pause of 1 min 5 s",
+    ]
+
+
+def test_overall_throughput_counts_each_step_by_its_own_batch():
+    events = [step(n) for n in range(1, 11)] + [step(n, rate=320.0) for n in range(9, 21)]
+    assert report._overall(events, {"train_time_s": 4.0}) == pytest.approx((8 * 16 + 12 * 32) / 4)
+
+
 def test_progress_survives_a_loss_that_is_not_finite():
     lines: list[str] = []
     progress.Progress(lines.append)(step(1, loss=None))

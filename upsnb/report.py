@@ -59,7 +59,7 @@ def train_report(run: Run) -> dict:
         "cause": run.cause(),
         "end_reason": end.get("reason"),
         "steps": steps[-1]["step"] if steps else 0,
-        "overall_samples_per_s": _overall(start, steps, end),
+        "overall_samples_per_s": _overall(steps, end),
         "epochs": end.get("epochs"),
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
@@ -80,9 +80,10 @@ def train_report(run: Run) -> dict:
 
 
 def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
-    """Phases that were on at the end: as the last obeyed flip left them, else as the run was started."""
-    flips = [event for event in events if event["kind"] == "flip" and event["applied"]]
-    return flips[-1]["phases_on"] if flips else [phase.name for phase in PHASES if is_on(phase, config)]
+    """Phases that were on at the end: as the last launch or obeyed flip says, else as the run was started."""
+    said = [event for event in events if event["kind"] == "start" or (event["kind"] == "flip" and event["applied"])]
+    started = [phase.name for phase in PHASES if is_on(phase, config)]
+    return said[-1].get("phases_on", started) if said else started
 
 
 def _scalar_metrics(evaluation: dict) -> dict:
@@ -104,11 +105,15 @@ def _total(events: list[dict], kind: str, field: str) -> float:
     return round(sum(event[field] for event in events if event["kind"] == kind), 3)
 
 
-def _overall(start: dict, steps: list[dict], end: dict) -> float | None:
-    """Everything that was trained over all of training's time, compilation, validations and disturbances included."""
-    if not (start and steps and end.get("train_time_s")):
+def _overall(steps: list[dict], end: dict) -> float | None:
+    """Everything that was trained over all of training's time, compilation, validations and disturbances included.
+
+    Added up step by step, because flips change batches and ranks; a step that was repeated after a crash counts once.
+    """
+    if not (steps and end.get("train_time_s")):
         return None
-    return steps[-1]["step"] * start["samples_per_step"] / end["train_time_s"]
+    samples = {step["step"]: step["samples_per_s"] * step["step_time_ms"] / 1e3 for step in steps}
+    return sum(samples.values()) / end["train_time_s"]
 
 
 def _share(steps: list[dict], part: str, whole: str) -> float | None:
