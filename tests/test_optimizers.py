@@ -190,7 +190,7 @@ def test_an_overflow_in_one_optimizer_skips_the_step_of_all(tiny_setup, where, b
         parameter.grad = torch.ones_like(parameter)
     spoiled.grad.view(-1)[0] = bad
     setup.scaler.scale(torch.zeros(()))  # as a backward pass would have
-    setup._update(grad_clip=1.0)
+    setup._update(grad_clip=1.0, loss=torch.zeros(()))
     assert all(torch.equal(value, before[key]) for key, value in setup.model.state_dict().items())
     assert setup.scaler.get_scale() == scale / 2
     assert not any(optimizer.state for optimizer in setup.optimizers)

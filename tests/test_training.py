@@ -306,8 +306,8 @@ def test_a_loss_that_is_not_a_number_is_still_a_valid_event(tiny_config, train_h
 def test_a_config_that_this_machine_cannot_run_starts_nothing(tiny_config, train_here, tmp_path):
     from upsnb.errors import ConfigError
 
-    config = tiny_config(("darcy",), **{"training.use_fsdp2": True})
-    with pytest.raises(ConfigError, match="use_fsdp2"):
+    config = tiny_config(("darcy",), **{"operator.pdet.attention": "flex"})
+    with pytest.raises(ConfigError, match="flex"):
         train_here(config, tmp_path / "run")
     assert not of_kind(runfolder.read_events(tmp_path / "run"), "start")
 

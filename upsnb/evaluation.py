@@ -6,6 +6,7 @@ Always in float32: a metric must not depend on how fast the training step was ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,31 @@ from upsnb.data.batches import invert_square, transform_square
 from upsnb.data.datasets import Dataset
 from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
+from upsnb.setup import Setup, build_model
 
 FORMAT = 1
+
+
+@contextmanager
+def judged_model(setup: Setup) -> Iterator[UPS]:
+    """The model as it is evaluated: averaged weights where they are kept, whole on every rank; all ranks enter.
+
+    Sharded weights are gathered once, in float32, into a model of this rank's own: 0.09 GB for the 21.4 M parameters of
+    the published recipe, freed afterwards. Its calls are no collectives, so ranks may have any number of samples each,
+    and one rank may go on alone.
+    """
+    if setup.ema is not None:
+        setup.ema.swap()
+    try:
+        if not setup.config.training.use_fsdp2:
+            yield setup.model
+            return
+        model = build_model(setup.config, setup.datasets).to(setup.ranks.device)
+        model.load_state_dict(parallel.whole(setup.model.state_dict()))
+        yield model.eval()
+    finally:
+        if setup.ema is not None:
+            setup.ema.swap()
 
 
 @torch.no_grad()

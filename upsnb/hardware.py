@@ -117,7 +117,6 @@ def _attention_problems(config: RunConfig, device: str, hardware: Hardware) -> l
 
 
 _NOT_YET = {
-    "training.use_fsdp2": "sharded training is not in this version -> set it to false",
     "stages.diff_residual.epochs": "the diffusion stage is not in this version -> set it to 0",
     "stages.consistency_distill.epochs": "the distillation stage is not in this version -> set it to 0",
 }

@@ -24,7 +24,7 @@ class OffloadedAdamW:
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
         from torchao.optim import CPUOffloadOptimizer  # here, because it takes seconds and most runs need none
 
-        self.views = {p: _local(p).detach().requires_grad_() for group in groups for p in group["params"]}
+        self.views = {p: local(p).detach().requires_grad_() for group in groups for p in group["params"]}
         given = [{**group, "params": [self.views[p] for p in group["params"]]} for group in groups]
         self.inner = CPUOffloadOptimizer(given, torch.optim.AdamW, lr=lr, betas=betas, fused=True)
         self.param_groups = [{"lr": lr, "betas": betas, "fused": True, **group} for group in groups]
@@ -46,7 +46,7 @@ class OffloadedAdamW:
         mine = self._state_of(parameter)
         mine.clear()
         for key, value in state.items():
-            mine[key] = _local(torch.as_tensor(value)).detach().to(place, torch.float32, copy=True)
+            mine[key] = local(torch.as_tensor(value)).detach().to(place, torch.float32, copy=True)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         view = self.views[parameter]
@@ -63,7 +63,7 @@ class OffloadedAdamW:
     def step(self) -> None:
         """Copy the gradients to the host, step there, and copy the parameters back; waits until they are."""
         for p, view in self.views.items():
-            view.grad = None if p.grad is None else _local(p.grad)
+            view.grad = None if p.grad is None else local(p.grad)
             if view in self.inner.optim_dict:
                 for hook in view._post_accumulate_grad_hooks.values():  # as autograd would after backward
                     hook(view)
@@ -77,7 +77,7 @@ class OffloadedAdamW:
             p.grad = view.grad = None
 
 
-def _local(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
     """This rank's part of a tensor that FSDP2 may have sharded; shares its memory."""
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -87,5 +87,5 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or value.shape != parameter.to_local().shape:
         return value
     mesh, placements, size = parameter.device_mesh, parameter.placements, parameter.size()
-    local = value.to(parameter.device)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=parameter.stride())
+    part = value.to(parameter.device)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=parameter.stride())

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upsnb.config import OptimizerConfig, SchedulerConfig
-from upsnb.offload import OffloadedAdamW
+from upsnb.offload import OffloadedAdamW, local
 
 
 def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -73,22 +74,24 @@ def give_moments(
 ) -> None:
     """Let optimizers continue with the `moments` of others; a parameter that changed its optimizer starts anew.
 
-    Moments move to where the new optimizer wants them: on the parameter's device, or on the host.
+    Moments move to where the new optimizer wants them: on the parameter's device, sharded as it is, or on the host.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        needed = {"momentum_buffer"} if isinstance(optimizer, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        # In one order on all ranks, which gather shards one after the other; a set's order differs between processes.
+        needed = ("momentum_buffer",) if isinstance(optimizer, torch.optim.Muon) else ("step", "exp_avg", "exp_avg_sq")
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = given.get(names[parameter], {})
-                if not needed <= state.keys():
+                if not state.keys() >= set(needed):
                     continue
+                taken = {key: shared_out(torch.as_tensor(state[key]), parameter) for key in needed}
                 if isinstance(optimizer, OffloadedAdamW):
-                    optimizer.give_state(parameter, {key: state[key] for key in needed})
+                    optimizer.give_state(parameter, taken)
                     continue
-                optimizer.state[parameter] = {key: torch.as_tensor(state[key]).to(parameter.device) for key in needed}
+                optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in taken.items()}
                 if "step" in needed and not group["fused"]:  # a fused step reads it on the device, others on the host
-                    optimizer.state[parameter]["step"] = torch.as_tensor(state["step"]).to("cpu")
+                    optimizer.state[parameter]["step"] = taken["step"].to("cpu")
 
 
 def weights_changed(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -96,6 +99,23 @@ def weights_changed(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.refresh()
+
+
+def shared_out(value: Tensor, like: Tensor) -> Tensor:
+    """`value` sharded as `like` is, which every rank cuts out of its own copy; unchanged where nothing is to be cut."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
+    """Scale all gradients so that their norm over all parameters, and over all shards, is at most the limit.
+
+    Returns:
+        The norm before, the same on every rank.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf"), foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class Together:
@@ -169,6 +189,7 @@ class Ema:
     """Exponential moving average of the weights, swapped in for evaluation.
 
     The decay rises as (1 + n) / (10 + n) towards its target, so that early averages do not remember the start.
+    Averages of sharded weights are sharded alike, and each rank works on its own part.
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -181,15 +202,15 @@ class Ema:
     def update(self) -> None:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)
+        torch._foreach_lerp_([local(a) for a in self.average], [local(p) for p in self.parameters], 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange weights and averages; twice is the identity."""
         for parameter, average in zip(self.parameters, self.average, strict=True):
-            kept = parameter.detach().clone()
-            parameter.copy_(average)
-            average.copy_(kept)
+            kept = local(parameter).clone()
+            local(parameter).copy_(local(average))
+            local(average).copy_(kept)
 
     def state_dict(self) -> dict:
         return {"updates": self.updates, "average": dict(zip(self.names, self.average, strict=True))}
@@ -198,4 +219,4 @@ class Ema:
     def load_state_dict(self, state: dict) -> None:
         self.updates = state["updates"]
         for name, average in zip(self.names, self.average, strict=True):
-            average.copy_(state["average"][name])
+            average.copy_(shared_out(state["average"][name], average))

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from upsnb import hardware, runfolder
@@ -30,7 +36,7 @@ class Ranks:
 
 
 def initialise(config: RunConfig) -> Ranks:
-    """Choose this rank's device and join its process group; a single rank needs none, under torchrun or not.
+    """Choose this rank's device and join its process group; a single rank needs one for FSDP2 only.
 
     Raises:
         RunError: torchrun started another number of ranks than the config asks for.
@@ -61,6 +67,9 @@ def initialise(config: RunConfig) -> Ranks:
             control_group = dist.new_group(backend="gloo", timeout=timeout)  # small messages without a GPU sync
         else:
             dist.init_process_group("gloo", timeout=timeout)
+    elif config.training.use_fsdp2:  # a group of one, which nobody has to be found for
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Ranks(rank, world_size, local_rank, device, control_group, previous_threads)
 
 
@@ -115,12 +124,67 @@ def wrap_ddp(module: nn.Module, ranks: Ranks, find_unused_parameters: bool = Fal
     )
 
 
+def shard(module: nn.Module, parts: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype | None) -> nn.Module:
+    """`module` with the parameters, gradients and optimizer state of its parts sharded over the ranks (FSDP2).
+
+    Each part is gathered before it runs and again before its backward, and let go after both; `module` itself must own
+    no parameter outside the parts and is what has to be called. Names of parameters stay; they become DTensors.
+
+    Gathering casts weights to the autocast dtype, which halves what is sent. Autocast still chooses the dtype of every
+    operation and casts its inputs: as in DDP it multiplies in that dtype, from the same rounded weights. What differs
+    is the rounding of norms and offsets, which autocast leaves in float32. Coordinates and fields must not be rounded
+    on the way into a part, so FSDP2's own casting of inputs is off. Gradients are averaged in float32, and the sharded
+    weights that optimizers step stay in float32.
+
+    Args:
+        parts: submodules, inner before outer; a part's `at`, where it has one, is a way into it beside `forward`.
+        dtype: the autocast dtype; None gathers float32.
+    """
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    # Nothing here writes into what a part returned, and encoders and decoders return views.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
+    for part in parts:
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+        if hasattr(part, "at"):
+            register_fsdp_forward_method(part, "at")
+        # Keeping gradients back, torch 2.13 looks into the gathered weights of every part, run so far or not
+        # ("'FSDPParam' object has no attribute '_unsharded_param'"): let there be some, of all datasets.
+        part.unshard()
+        part.reshard()
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def synchronising(module: nn.Module, on: bool) -> AbstractContextManager:
+    """Within it, backward passes of a wrapped module average gradients over ranks, or keep this rank's to themselves.
+
+    What was kept is averaged with the next backward that does. FSDP2 keeps it unsharded: one float32 copy of all
+    gradients on every rank, until then.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(on)
+        return nullcontext()
+    return module.no_sync() if isinstance(module, DistributedDataParallel) and not on else nullcontext()
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, without DDP around it; FSDP2 puts nothing around."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def whole(values):
+    """The same nested dicts with every sharded tensor gathered; all ranks enter, with keys in the same order."""
+    if isinstance(values, dict):
+        return {key: whole(value) for key, value in values.items()}
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
 def shutdown(ranks: Ranks) -> None:
     """Leave the process group and put the number of CPU threads back; for a run that went well.
 
     A failing rank must not come here: destroying a group can wait for ranks that wait for it.
     """
-    if ranks.world_size > 1 and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
     if ranks.previous_threads is not None:
         torch.set_num_threads(ranks.previous_threads)

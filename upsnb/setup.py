@@ -17,7 +17,7 @@ from upsnb.data.batches import Batch, Loader
 from upsnb.data.datasets import Dataset, ensure_generated, open_dataset
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, RunError
-from upsnb.losses import WITHOUT_DECODER, WITHOUT_OPERATOR, LossModule, active_terms
+from upsnb.losses import LossModule, active_terms, untouched_parts
 from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
 from upsnb.phases import HOT, LOADER, is_cold
@@ -58,7 +58,7 @@ class Setup:
     datasets: dict[str, Dataset]
     loader: Loader
     model: UPS
-    loss: nn.Module  # LossModule, wrapped where there are several ranks
+    loss: nn.Module  # LossModule, replicated or sharded where the config says so
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     ema: optimizers.Ema | None
@@ -73,7 +73,7 @@ class Setup:
 
     @classmethod
     def build(cls, config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None] = print) -> Setup:
-        """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP -> optimizer.
+        """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP or FSDP2 -> optimizer.
 
         Compiling in place comes before wrapping, so that names stay; optimizers come last and own what is left.
         """
@@ -89,9 +89,7 @@ class Setup:
         model = build_model(config, datasets).to(device)
         torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
         generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
-        compiling.set_compile(model, training.compile_mode if training.compile else None)
-        module = LossModule(model, training, generator, touch_all=ranks.world_size > 1)
-        loss = parallel.wrap_ddp(module, ranks)
+        loss = wrap(model, config, generator, ranks)
         made = build_optimizers(model, config)
         scaler = precision.build_scaler(config, device)
         ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
@@ -139,6 +137,8 @@ class Setup:
             compiling.set_compile(self.model, training.compile_mode if training.compile else None)
         if precision.amp_dtype(new) != precision.amp_dtype(self.config):
             self.scaler = precision.build_scaler(new, ranks.device)
+            if training.use_fsdp2:  # the dtype that weights are gathered in is fixed when they are sharded
+                self._shard_again(new)
         self.tf32.set(training.tf32)
         if touches("optimizer", "stages.operator.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
@@ -147,7 +147,30 @@ class Setup:
 
     @property
     def _loss_module(self) -> LossModule:
-        return self.loss.module if self.ranks.world_size > 1 else self.loss
+        return parallel.unwrapped(self.loss)
+
+    def _shard_again(self, new: RunConfig) -> None:
+        """Shard the same weights, moments and averages anew under another config; all ranks enter."""
+        weights = parallel.whole(self.model.state_dict())
+        moments = parallel.whole(optimizers.moments(self.model, self.optimizers))
+        averages = parallel.whole(self.ema.state_dict()) if self.ema else None
+        self.model = build_model(new, self.datasets).to(self.ranks.device)
+        self.loss = wrap(self.model, new, self.generator, self.ranks)
+        self.optimizers = build_optimizers(self.model, new)
+        self._take(weights, moments, averages)
+
+    def _take(self, weights: dict, moments: dict, averages: dict | None) -> None:
+        """Continue with these, whole or sharded as the model's own."""
+        optimizers.give_moments(self.model, self.optimizers, moments)
+        own = self.model.state_dict()
+        self.model.load_state_dict(
+            {name: optimizers.shared_out(value, own[name]) if name in own else value for name, value in weights.items()}
+        )
+        optimizers.weights_changed(self.optimizers)
+        if self.ema is not None:
+            self.ema = optimizers.Ema(self.model, self.ema.decay)
+            if averages is not None:
+                self.ema.load_state_dict(averages)
 
     def _rebuild_optimizers(self, new: RunConfig) -> None:
         """New optimizers under new settings, with the moments of the old ones."""
@@ -171,18 +194,16 @@ class Setup:
         for number, batch in enumerate(batches):
             # Datasets take turns: counted over all of them, "every second" would always be the same dataset's.
             weights = active_terms(training, step, (microbatch + number) // len(self.datasets))
-            synchronise = number == len(batches) - 1
-            if not synchronise and self.ranks.world_size > 1:
-                with self.loss.no_sync():  # gradients are averaged once a step, with the last microbatch
-                    total, values = self._forward_backward(batch, weights, dtype, len(batches))
-            else:
+            last = number == len(batches) - 1
+            with parallel.synchronising(self.loss, last or not training.no_sync):
                 total, values = self._forward_backward(batch, weights, dtype, len(batches))
             totals.append(total)
             for term, value in values.items():
                 terms.setdefault(term, []).append(value)
                 computed.add((batch.dataset, term))
-        if self.ranks.world_size > 1:
-            self._forget_untouched(computed)
+        if self._loss_module.touch_all or self._loss_module.touch_any:  # optimizers must not step on zeros
+            for part in untouched_parts(self.model, computed):
+                part.zero_grad(set_to_none=True)
         means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
         if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
             torch.distributed.all_reduce(means)
@@ -197,33 +218,10 @@ class Setup:
             self.scaler.scale(total / num_microbatches).backward()
         return total.detach(), values
 
-    def _forget_untouched(self, computed: set[tuple[str, str]]) -> None:
-        """DDP leaves zeros where no microbatch of the step had a gradient; optimizers must not step on those.
-
-        Args:
-            computed: (dataset, loss term) of all microbatches.
-        """
-        model = self.model
-        encoded = {name for name, _ in computed}
-        advanced = {name for name, term in computed if term not in WITHOUT_OPERATOR}
-        decoded = {name for name, term in computed if term not in WITHOUT_DECODER}
-        inverted = {name for name, term in computed if term == "inv_enc"}
-        latent = {name for name, spec in model.specs.items() if model.latent_rollout and spec.time_dependent}
-        modules: list[nn.Module] = [] if advanced else [model.operator]
-        for parts, touched in (
-            (model.encoders, encoded),
-            (model.conditions, advanced),
-            (model.decoders, decoded - latent),
-            (model.inverse_decoders, inverted | (decoded & latent)),
-        ):
-            modules += [part for name, part in parts.items() if name not in touched]
-        for parameter in (p for module in modules for p in module.parameters()):
-            parameter.grad = None
-
     def _update(self, grad_clip: float | None, loss: Tensor) -> Tensor:
         together = optimizers.Together(self.optimizers)
         self.scaler.unscale_(together)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or float("inf"), foreach=True)
+        norm = optimizers.clip(self.model.parameters(), grad_clip)
         self.skipped = "" if self.config.guards.nonfinite == "off" else self._reason_to_skip(loss, norm)
         begin = mark(self.ranks.device)
         if not self.skipped:
@@ -253,15 +251,15 @@ class Setup:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Model, optimizers, scaler, EMA, schedule and the random state of every rank; all ranks enter."""
+        """Model, optimizers, scaler, EMA, schedule and the random state of every rank, unsharded; all ranks enter."""
         random = {"torch": torch.get_rng_state(), "generator": self.generator.get_state().cpu()}
         if self.ranks.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
         return {
-            "model": self.model.state_dict(),
-            "moments": optimizers.moments(self.model, self.optimizers),
+            "model": parallel.whole(self.model.state_dict()),
+            "moments": parallel.whole(optimizers.moments(self.model, self.optimizers)),
             "scaler": self.scaler.state_dict(),
-            "ema": self.ema.state_dict() if self.ema else None,
+            "ema": parallel.whole(self.ema.state_dict()) if self.ema else None,
             "plateau": self.plateau.state_dict(),
             "random": parallel.all_gather_objects(self.ranks, random),
         }
@@ -271,15 +269,9 @@ class Setup:
 
         Random state is taken up where the number of ranks is the same.
         """
-        optimizers.give_moments(self.model, self.optimizers, state["moments"])
-        self.model.load_state_dict(state["model"])
-        optimizers.weights_changed(self.optimizers)
+        self._take(state["model"], state["moments"], state["ema"])
         if state["scaler"]:  # empty where the saved run needed none
             self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            self.ema = optimizers.Ema(self.model, self.ema.decay)
-            if state["ema"] is not None:
-                self.ema.load_state_dict(state["ema"])
         self.plateau.load_state_dict(state["plateau"])
         if len(state["random"]) == self.ranks.world_size:
             random = state["random"][self.ranks.rank]
@@ -310,6 +302,16 @@ def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:
             [f"{path}: cannot change while training runs -> start a run with it" for path in fixed], "the update"
         )
     return [path for path in changed if is_cold(path)]
+
+
+def wrap(model: UPS, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
+    """The module that a step calls: losses over the model, compiled in place, then replicated or sharded."""
+    training = config.training
+    compiling.set_compile(model, training.compile_mode if training.compile else None)
+    if training.use_fsdp2:
+        module = LossModule(model, training, generator, touch_any=True)
+        return parallel.shard(module, model.parts(), ranks, precision.amp_dtype(config))
+    return parallel.wrap_ddp(LossModule(model, training, generator, touch_all=ranks.world_size > 1), ranks)
 
 
 def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:

@@ -370,16 +370,14 @@ class Loop:
         patience = self.config.training.patience
         return "patience" if patience is not None and position.waited >= patience else None
 
-    def _evaluate(self, split: str) -> dict:
-        setup = self.setup
-        if setup.ema is not None:
-            setup.ema.swap()
-        with torch.compiler.set_stance("force_eager"):  # other batch sizes would compile anew, for one call each
-            results = evaluation.evaluate(
-                setup.model, setup.datasets, split, self.config.evaluation, self.ranks, self._beat
-            )
-        if setup.ema is not None:
-            setup.ema.swap()
+    def _evaluate(self, split: str, examples: Path | None = None) -> dict:
+        """Metrics of the split from all ranks; rank 0 also writes example forecasts where a path is given."""
+        setup, settings = self.setup, self.config.evaluation
+        # Eager: other batch sizes would compile anew, for one call each.
+        with evaluation.judged_model(setup) as model, torch.compiler.set_stance("force_eager"):
+            results = evaluation.evaluate(model, setup.datasets, split, settings, self.ranks, self._beat)
+            if examples and self.ranks.rank == 0:
+                evaluation.save_examples(examples, model, setup.datasets, results, settings, self.ranks.device)
         return results
 
     def _save(self, best: bool, revision: int | None = None) -> None:
@@ -431,13 +429,8 @@ class Loop:
             state = checkpoint.load(self.folder, "best", self.ranks.device)
             setup.load_state_dict(state["setup"])
             reported = f"best, step {state['step']}"
-        results = self._evaluate(config.evaluation.split)
+        results = self._evaluate(config.evaluation.split, self.folder / EXAMPLES)
         if self.ranks.rank == 0:
-            if setup.ema is not None:
-                setup.ema.swap()
-            path, device = self.folder / EXAMPLES, self.ranks.device
-            with torch.compiler.set_stance("force_eager"):
-                evaluation.save_examples(path, setup.model, setup.datasets, results, config.evaluation, device)
             split = config.evaluation.split
             summary = {
                 "format": evaluation.FORMAT,

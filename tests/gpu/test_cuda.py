@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +216,40 @@ def test_one_nccl_rank_averages_over_itself(tiny_setup, monkeypatch):
         assert total.isfinite() and setup.model.operator.output.weight.grad.isfinite().all()
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+def test_one_sharded_nccl_rank_trains_as_a_plain_one(tiny_config, train_here, tmp_path, dtype):
+    found = {}
+    for sharded in (False, True):
+        amp = {"training.amp": dtype != "float32", "training.amp_dtype": dtype}
+        settings = {"training.use_fsdp2": sharded, "training.ema_decay": 0.9, "training.accum_steps": 3}
+        config = tiny_config(**CUDA, **amp, **settings, **{"optimizer.name": "adamw"})
+        ranks = parallel.initialise(config)
+        try:
+            events = train_here(config, tmp_path / str(sharded), ranks=ranks)
+        finally:
+            parallel.shutdown(ranks)
+        assert events[-1]["reason"] == "epochs"
+        found[sharded] = losses(events)
+    np.testing.assert_allclose(found[True], found[False], rtol=1e-3 if dtype == "float32" else 3e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_sharded_nccl_ranks_train_as_two_replicated_ones(tiny_config, tmp_path):
+    found, root = {}, str(Path(__file__).resolve().parents[2])
+    for sharded in (False, True):
+        settings = {"training.num_gpus": 2, "training.use_fsdp2": sharded, "training.accum_steps": 3}
+        folder = tmp_path / str(sharded)
+        runfolder.create(tiny_config(**CUDA, **settings, **{"optimizer.name": "adamw"}), folder)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        done = subprocess.run(
+            [*torchrun, "-m", "upsnb.worker", str(folder)],
+            env={**os.environ, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[sharded] = losses(runfolder.read_events(folder))
+    np.testing.assert_allclose(found[True], found[False], rtol=1e-3)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, parallel, runfolder, training
+from upsnb import checkpoint, overlays, parallel, runfolder, training
 from upsnb import config as configs
 from upsnb import worker as real_worker
 from upsnb.data.batches import Schedule
@@ -42,9 +42,9 @@ def worker(folder: Path) -> None:
 
 
 def checksum(model) -> str:
-    """SHA-256 over all weights, bit for bit."""
+    """SHA-256 over all weights, gathered where they are sharded, bit for bit."""
     digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
+    for name, value in sorted(parallel.whole(dict(model.state_dict())).items()):
         digest.update(name.encode() + value.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -81,6 +81,7 @@ CASES = {  # name: (ranks, settings)
     "four ranks": (4, {}),
     "two ranks, two microbatches a step": (2, {"training.accum_steps": 2}),
     "two ranks, latent rollout, Muon": (2, LATENT),
+    "four ranks, sharded": (4, {"training.use_fsdp2": True, "training.ema_decay": 0.9}),
 }
 
 
@@ -109,7 +110,9 @@ def pair(request, cache, tiny_config, tmp_path_factory):
         folders = []
         for ranks in (1, num_ranks):
             own = {"training.num_gpus": ranks, "training.batch_size": GLOBAL_BATCH // ranks}
-            config = tiny_config(**{**COMMON, **settings, **own})
+            config = tiny_config(
+                **{**COMMON, **settings, **own, **({"training.use_fsdp2": False} if ranks == 1 else {})}
+            )
             folder = tmp_path_factory.mktemp("run") / "run"
             if ranks == 1:
                 runfolder.create(config, folder)
@@ -193,7 +196,8 @@ def test_a_checkpoint_of_several_ranks_continues_on_one(pair):
     state = checkpoint.load(folder)
     assert len(state["setup"]["random"]) == num_ranks
     assert not any(part in name for name in state["setup"]["model"] for part in ("module.", "_orig_mod."))
-    setup = Setup.build(configs.parse(state["config"]), Path(), Ranks(), lambda message: None)
+    config = overlays.apply(configs.parse(state["config"]), {"training.use_fsdp2": False})
+    setup = Setup.build(config, Path(), Ranks(), lambda message: None)
     setup.load_state_dict(state["setup"])
     assert checksum(setup.model) == seen(folder, num_ranks)[0]["weights"]
 

@@ -75,6 +75,11 @@ class UPS(nn.Module):
     def constant(self, name: str, key: str) -> Tensor:
         return getattr(self, f"constant_{name}_{key}")
 
+    def parts(self) -> list[nn.Module]:
+        """Submodules that together own every parameter and are called as a whole, inner before outer."""
+        codecs = (self.encoders, self.conditions, self.decoders, self.inverse_decoders)
+        return [*self.operator.blocks, self.operator, *(part for parts in codecs for part in parts.values())]
+
     # -- pieces, all in normalised units ----------------------------------------------------------------------------
 
     def normalise(self, name: str, fields: Tensor, side: str = "input") -> Tensor:
