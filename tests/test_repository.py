@@ -40,7 +40,8 @@ ORDER = """
     data.spec data.layouts data.families data.generate data.download data.datasets data.batches
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
     losses metrics offload optimizers phases
-    files processes events throughput runfolder runtable rescue judgement parallel checkpoint compiling
+    files processes events throughput runfolder runtable rescue judgement
+    parallel rotation shards checkpoint compiling
     precision timing setup probe evaluation steplog flips boundary guards training pipeline
     worker verdict supervisor runs launch
     compare memory profiling figure_style figures drawings report progress charts panel __main__

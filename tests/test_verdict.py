@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from upsnb import runfolder, verdict
+from upsnb import rotation, runfolder, verdict
 from upsnb.supervisor import StallWatch
 
 ENTRY = """[{index}]:
@@ -49,11 +49,15 @@ def cause(folder, exit_code=1):
 
 def ended(folder, checkpoint=True, segments=1):
     events = runfolder.EventWriter(folder)
-    (folder / "checkpoints").mkdir()
+    rotation.prepare(folder)
     events.write("segment", 0)
-    events.write("checkpoint", 9, path="checkpoints/last")
-    if checkpoint:
-        (folder / "checkpoints/last").write_text("state")
+    for step in (5, 9):
+        written = rotation.temporary(folder, step)
+        written.mkdir()
+        (written / "state").write_text("state")
+        path = rotation.commit(folder, step, {"state": rotation.digest(written / "state")})
+    if not checkpoint:
+        (path / "state").write_text("sta")
     events.write("end", 9, reason="epochs")
     for _ in range(segments - 1):
         events.write("segment", 9)
@@ -77,6 +81,7 @@ def test_end_event_of_an_earlier_segment_does_not_count(tmp_path):
 def test_exit_code_0_without_its_checkpoint_is_no_success(tmp_path):
     ended(tmp_path, checkpoint=False)
     assert cause(tmp_path, 0) == "all ranks ended with exit code 0 but left no checkpoint"
+    assert verdict.has_checkpoint(tmp_path), "of an earlier step, to continue from"
 
 
 def test_earliest_failure_is_the_cause(tmp_path):

@@ -100,6 +100,13 @@ def barrier(ranks: Ranks) -> None:
         dist.barrier(group=ranks.control_group)
 
 
+def new_gloo_group(timeout_s: float) -> dist.ProcessGroup | None:
+    """Another group of all ranks for CPU messages, to be used from another thread; None where there is no group."""
+    if not dist.is_initialized():
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
 _SYNC_BUFFERS = (  # torch 2.13 renamed it and warns about the old name
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

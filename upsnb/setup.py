@@ -251,30 +251,34 @@ class Setup:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Model, optimizers, scaler, EMA, schedule and the random state of every rank, unsharded; all ranks enter."""
+        """Model, optimizers, scaler, EMA, schedule and this rank's random state, by name; shares its tensors.
+
+        What is sharded stays so: no rank gathers what the others hold.
+        """
         random = {"torch": torch.get_rng_state(), "generator": self.generator.get_state().cpu()}
         if self.ranks.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
         return {
-            "model": parallel.whole(self.model.state_dict()),
-            "moments": parallel.whole(optimizers.moments(self.model, self.optimizers)),
+            "model": self.model.state_dict(),
+            "moments": optimizers.moments(self.model, self.optimizers),
             "scaler": self.scaler.state_dict(),
-            "ema": parallel.whole(self.ema.state_dict()) if self.ema else None,
+            "ema": self.ema.state_dict() if self.ema else None,
             "plateau": self.plateau.state_dict(),
-            "random": parallel.all_gather_objects(self.ranks, random),
+            "drawn_on": [self.ranks.world_size, self.ranks.device.type],
+            "random": {str(self.ranks.rank): random},
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict`, under this config's settings even where they differ from the saved ones.
 
-        Random state is taken up where the number of ranks is the same.
+        Random state is taken up where the number of ranks and their kind of device are the same.
         """
         self._take(state["model"], state["moments"], state["ema"])
         if state["scaler"]:  # empty where the saved run needed none
             self.scaler.load_state_dict(state["scaler"])
         self.plateau.load_state_dict(state["plateau"])
-        if len(state["random"]) == self.ranks.world_size:
-            random = state["random"][self.ranks.rank]
+        if state["drawn_on"] == [self.ranks.world_size, self.ranks.device.type]:
+            random = state["random"][str(self.ranks.rank)]
             torch.set_rng_state(random["torch"].cpu())
             self.generator.set_state(random["generator"].cpu())
             if self.ranks.device.type == "cuda":
@@ -322,11 +326,15 @@ def load_model(folder: Path | str, which: str = "latest", device: torch.device |
     Raises:
         RunError: the folder has no whole checkpoint.
     """
-    state = checkpoint.load(Path(folder), which, device)
+
+    def weights_only(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device=device) if path[1] in ("model", "ema") else None
+
+    state = checkpoint.load(folder, which, allocate=weights_only)
     if state is None:
         raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
     config = configs.parse(state["config"], f"the checkpoint in {folder}")
-    specs = {name: DatasetSpec(**values) for name, values in state["specs"].items()}
+    specs = {name: DatasetSpec.from_plain(values) for name, values in state["specs"].items()}
     model = UPS(config.latent, config.operator, specs, needs_inverse_heads(config)).to(device)
     model.load_state_dict(state["setup"]["model"])
     if state["setup"]["ema"] is not None:

@@ -53,6 +53,7 @@ def train(
             loop.leave()
         else:
             loop.finish(reason)
+        loop.saver.close()
     finally:
         loop.setup.tf32.set(False)  # the one thing of a setup that is the process's
 
@@ -95,7 +96,9 @@ class Loop:
         self.log = StepLog(events, self.clock, self.flips.observe)
         self.announced_first = False
         self.guards = Guards(folder, self.setup, self.flips, ranks, events)
+        self.saver = checkpoint.Saver(folder, ranks, events, self._beat, config.training.stall_timeout_s)
         self._resume()
+        self.epoch_saved_step = self.position.step
         self.validated_step = -1
         self._announce()
 
@@ -123,7 +126,8 @@ class Loop:
             self.events.write("progress", 0, message=message)
 
     def _resume(self) -> None:
-        state = checkpoint.load(self.folder, device=self.ranks.device) if self.config.checkpoint.resume else None
+        room = checkpoint.room_for(self.setup.model)
+        state = checkpoint.load(self.folder, ranks=self.ranks, allocate=room) if self.config.checkpoint.resume else None
         if state is None:
             return
         self.setup.load_state_dict(state["setup"])
@@ -131,6 +135,9 @@ class Loop:
         saved = configs.parse(state["config"], "the checkpoint's config").training
         self._find_place(saved.batch_size * saved.num_gpus)
         self.log.time_before_s = self.position.elapsed_s
+        self.saver.last = state["name"]
+        for damage in state["passed_over"] if self.ranks.rank == 0 else ():
+            self._warn(f"checkpoint {damage} -> resuming from {state['name']}")
         self._say(f"resumed at step {self.position.step}")
 
     def _announce(self) -> None:
@@ -212,8 +219,9 @@ class Loop:
             microbatches = [next(batches) for _ in range(training.accum_steps)]
             wait_ms = 1e3 * (time.perf_counter() - waiting)
             is_done = self._step(microbatches, wait_ms)
+            self.saver.poll()
             if is_done and position.step % self.config.checkpoint.interval == 0:
-                self._save(best=False)
+                self._save()
             schedule = self.setup.loader.schedule
             reason = self._agree()
             if reason is not None:
@@ -225,6 +233,9 @@ class Loop:
         finished = position.epoch >= self.stage.epochs
         due = finished or position.epoch % self.config.evaluation.every_epochs == 0
         impatient = self._validate() if due else None
+        # At most one of these per interval: where an epoch takes seconds, not each end of one is worth a save.
+        if not (finished or impatient) and position.step - self.epoch_saved_step >= self.config.checkpoint.interval:
+            self._save()
         return "epochs" if finished else impatient
 
     def _find_place(self, old_size: int) -> None:
@@ -252,7 +263,7 @@ class Loop:
             if asked.stop:
                 return self._go_on("stopped")
             if asked.checkpoint:
-                self._save(best=False, revision=asked.checkpoint)
+                self._save(revision=asked.checkpoint)
             if asked.settings and self._flip(asked.settings) == RELAUNCH:
                 return self._go_on(RELAUNCH)
             if not asked.pause:
@@ -365,7 +376,7 @@ class Loop:
             )
         self.guards.validated(position.epoch, position.step, scores)
         if improved:
-            self._save(best=True)
+            self._save("best")
         self.clock.interrupt()
         patience = self.config.training.patience
         return "patience" if patience is not None and position.waited >= patience else None
@@ -380,41 +391,34 @@ class Loop:
                 evaluation.save_examples(examples, model, setup.datasets, results, settings, self.ranks.device)
         return results
 
-    def _save(self, best: bool, revision: int | None = None) -> None:
-        """Write a checkpoint; all ranks enter because each hands in its random state.
+    def _save(self, *roles: str, last: bool = False, revision: int | None = None) -> None:
+        """Write a checkpoint; all ranks enter because each writes its share.
 
         Args:
+            roles: "best", if it is.
             revision: of control.json that asked for it.
+            last: nothing is trained meanwhile, so there is nothing to gain from writing in the background.
         """
-        setup_state = self.setup.state_dict()
+        position, settings = self.position, self.config.checkpoint
+        if position.microbatch == 0 and position.epoch > 0:
+            roles = (*roles, "epoch")
+            self.epoch_saved_step = position.step
         if self.ranks.rank == 0:
             self.log.drain(everything=True)
-            started = time.perf_counter()
-            position = {**vars(self.position), "elapsed_s": self._elapsed()}
-            state = {
-                "format": checkpoint.FORMAT,
-                "step": self.position.step,
-                "position": position,
-                "setup": setup_state,
-                "config": configs.dump(self.config),
-                "specs": {name: vars(dataset.spec) for name, dataset in self.setup.datasets.items()},
-            }
-            path = checkpoint.save(self.folder, state, best, self.config.checkpoint.budget_gb)
-            self.events.write(
-                "checkpoint",
-                self.position.step,
-                path=f"{runfolder.CHECKPOINTS}/{path.name}",
-                best=best,
-                revision=revision,
-                save_s=round(time.perf_counter() - started, 3),
-                size_mib=round(path.stat().st_size / 2**20, 3),
-            )
-        parallel.barrier(self.ranks)
+        state = {
+            "format": checkpoint.FORMAT,
+            "step": position.step,
+            "position": {**vars(position), "elapsed_s": self._elapsed()},
+            "setup": self.setup.state_dict(),
+            "config": configs.dump(self.config),
+            "specs": {name: vars(dataset.spec) for name, dataset in self.setup.datasets.items()},
+        }
+        self.saver.save(state, roles, settings.async_save and not last, settings.budget_gb, revision)
         self.clock.interrupt()
 
     def leave(self) -> None:
         """Save, and end without an end: the supervisor launches the ranks again, with other settings."""
-        self._save(best=False)
+        self._save(last=True)
         if self.ranks.rank == 0:
             self.flips.leave(self.position.step)
 
@@ -423,10 +427,10 @@ class Loop:
         train_time_s = self._elapsed()
         if self.config.evaluation.checkpoint == "best" and self.validated_step != self.position.step:
             self._validate()  # where the clock or a request ended training, its last weights may be the best
-        self._save(best=False)
+        self._save(last=True)
         config, setup, reported = self.config, self.setup, "last"
         if config.evaluation.checkpoint == "best" and self.position.best_step not in (-1, self.position.step):
-            state = checkpoint.load(self.folder, "best", self.ranks.device)
+            state = checkpoint.load(self.folder, "best", ranks=self.ranks, allocate=checkpoint.room_for(setup.model))
             setup.load_state_dict(state["setup"])
             reported = f"best, step {state['step']}"
         results = self._evaluate(config.evaluation.split, self.folder / EXAMPLES)

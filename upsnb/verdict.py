@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from upsnb import runfolder
+from upsnb import rotation, runfolder
 from upsnb.errors import OutOfMemory
 
 # Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
@@ -49,7 +49,7 @@ def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
         end = _end_event(folder)
         if end is None:
             return Verdict("failed", "all ranks ended with exit code 0 but wrote no end event", None, 0)
-        if not has_checkpoint(folder):
+        if not has_checkpoint(folder, end["step"]):
             return Verdict("failed", "all ranks ended with exit code 0 but left no checkpoint", None, 0)
         if end["kind"] == RELAUNCH:
             return Verdict("relaunching", None, None, 0, relaunch=end)
@@ -107,10 +107,9 @@ def read_failures(folder: Path) -> list[dict]:
     return sorted(failures, key=lambda failure: failure["time"])
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether the checkpoint that the run announced last is there."""
-    announced = runfolder.read_events(folder, ("checkpoint",))
-    return bool(announced) and (folder / announced[-1].get("path", "unnamed")).exists()
+def has_checkpoint(folder: Path, step: int | None = None) -> bool:
+    """Whether a checkpoint is there with all its files: any to continue from, or that of the step a run ended at."""
+    return rotation.is_there(folder, step)
 
 
 def _end_event(folder: Path) -> dict | None:

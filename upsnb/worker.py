@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 from upsnb import config as configs
@@ -37,6 +38,8 @@ def main(folder: Path | str) -> None:
         heartbeat, events = runfolder.Heartbeat(folder, rank), runfolder.EventWriter(folder, rank)
         from upsnb import parallel, training
 
+        # torch.distributed.checkpoint says so at each save of a single rank, which needs no process group
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         ranks = parallel.initialise(overlays.apply(config, launch.overlay))
         training.train(config, folder, ranks, events, heartbeat, launch)
         heartbeat.done()
@@ -105,7 +108,7 @@ def is_disk_full(error: BaseException, folder: Path) -> bool:
         if os.strerror(errno.ENOSPC) in str(error):  # wrapped as text, as distributed checkpoints do
             return True
         error = error.__cause__ or error.__context__
-    # torch.save reports "unexpected pos" and no errno
+    # what torch writes by itself reports "unexpected pos" and no errno
     return isinstance(seen[0], (OSError, RuntimeError)) and shutil.disk_usage(folder).free < 1 << 16
 
 

@@ -5,6 +5,7 @@ Everything but the training loop is the real worker, so a test sees the real fai
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -19,13 +20,15 @@ def train(config, folder, ranks, events, heartbeat, launch):
     import torch
     import torch.distributed as dist
 
-    from upsnb import parallel, runfolder
+    from upsnb import parallel, rotation, runfolder
 
     kind, rank, at, *segment = os.environ.get("UPSNB_FAULT", "none:0:0").split(":")
     armed = int(rank) == ranks.rank and segment in ([], [os.environ.get("UPSNB_SEGMENT")])
     num_steps = 10**6 if kind == "endless" else NUM_STEPS
-    saved = sorted((folder / "checkpoints").glob("step-*"))
-    first = int(saved[-1].name.removeprefix("step-")) if saved and config.checkpoint.resume else 0
+    saved = rotation.choose(folder) if config.checkpoint.resume else None
+    first = int(saved.path.name.removeprefix("step-")) if saved else 0
+    if ranks.rank == 0:
+        rotation.prepare(folder)
     reason = "epochs"
     for step in range(first, num_steps):
         heartbeat.beat(step)
@@ -46,15 +49,19 @@ def train(config, folder, ranks, events, heartbeat, launch):
     save(folder, ranks, events, step + 1)
     if kind == "no_checkpoint":
         for path in (folder / "checkpoints").glob("step-*"):
-            path.unlink()
+            shutil.rmtree(path)
     if ranks.rank == 0 and kind != "no_end":
         events.write("end", step + 1, reason=reason)
 
 
 def save(folder, ranks, events, step):
+    from upsnb import rotation
+
     if ranks.rank == 0:
-        path = folder / "checkpoints" / f"step-{step:04d}"
-        path.write_bytes(os.urandom(20_000))
+        written = rotation.temporary(folder, step)
+        written.mkdir()
+        (written / "state").write_bytes(os.urandom(20_000))
+        path = rotation.commit(folder, step, {"state": rotation.digest(written / "state")})
         events.write("checkpoint", step, path=f"checkpoints/{path.name}")
 
 

@@ -32,6 +32,11 @@ class DatasetSpec:
     parameter_std: tuple[float, ...]
     zero_walls: bool = False  # outputs are zero in the ghost cells around the grid
 
+    @classmethod
+    def from_plain(cls, values: dict) -> DatasetSpec:
+        """A spec from its fields as JSON gives them back: lists for tuples."""
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
     @property
     def num_dims(self) -> int:
         return len(self.grid_shape)
