@@ -42,9 +42,10 @@ ORDER = """
     losses metrics offload optimizers phases
     files processes events throughput runfolder runtable rescue judgement
     parallel rotation shards checkpoint compiling
-    precision timing setup probe evaluation steplog flips boundary guards training pipeline
+    precision timing setup probe evaluation steplog telemetry flips boundary guards training pipeline
     worker verdict supervisor runs launch
-    compare memory profiling figure_style figures drawings report progress charts panel __main__
+    compare memory profiling figure_style figures drawings report progress
+    follow charts still captions asking clicks panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject
     "config": "every setting of a run in one place, to be read like a table",

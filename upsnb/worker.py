@@ -37,11 +37,13 @@ def main(folder: Path | str) -> None:
         rank = int(os.environ.get("RANK", 0))
         heartbeat, events = runfolder.Heartbeat(folder, rank), runfolder.EventWriter(folder, rank)
         from upsnb import parallel, training
+        from upsnb.telemetry import telemetry
 
         # torch.distributed.checkpoint says so at each save of a single rank, which needs no process group
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         ranks = parallel.initialise(overlays.apply(config, launch.overlay))
-        training.train(config, folder, ranks, events, heartbeat, launch)
+        with telemetry(ranks, events, lambda: heartbeat.step):
+            training.train(config, folder, ranks, events, heartbeat, launch)
         heartbeat.done()
         events.close()
         parallel.shutdown(ranks)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, overlays, parallel, runfolder, training
+from upsnb import checkpoint, overlays, parallel, runfolder, telemetry, training
 from upsnb.data.batches import Loader
 from upsnb.parallel import Ranks
 from upsnb.setup import Setup
@@ -253,3 +253,13 @@ def test_two_sharded_nccl_ranks_train_as_two_replicated_ones(tiny_config, tmp_pa
         assert done.returncode == 0, done.stderr[-3000:]
         found[sharded] = losses(runfolder.read_events(folder))
     np.testing.assert_allclose(found[True], found[False], rtol=1e-3)
+
+
+def test_the_driver_tells_power_and_clock_of_a_busy_gpu():
+    pytest.importorskip("pynvml")
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        matrix = torch.nn.functional.normalize(matrix @ matrix)
+    readings, missing = telemetry.sample(range(1))
+    assert missing == [] or all("utilisation" in sentence for sentence in missing)  # a slice of a GPU tells none
+    assert 5 < readings["power_w"][0] < 2000 and 100 < readings["clock_mhz"][0] < 5000
