@@ -308,7 +308,10 @@ def skip_missing(config: RunConfig, hardware: Hardware) -> tuple[RunConfig, dict
         for path, value in phase.on.items():
             if _setting(config, path) != value:
                 continue
-            without = overlays.apply(config, {path: phase.off[path]})
+            try:
+                without = overlays.apply(config, {path: phase.off[path]})
+            except ConfigError:  # another phase needs the setting, such as offload its bfloat16
+                continue
             left = machines.problems(without, hardware)
             solved = [problem for problem in machines.problems(config, hardware) if problem not in left]
             if solved:

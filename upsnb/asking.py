@@ -1,0 +1,78 @@
+"""What a run is asked to do next: which requests are pending, which would be refused, and what presets come to."""
+
+from __future__ import annotations
+
+from upsnb import hardware as machines
+from upsnb import overlays, phases, runfolder
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError
+from upsnb.follow import History
+from upsnb.phases import PHASES, Phase
+from upsnb.runs import Run
+
+AS_STARTED, BASELINE = "as started", "baseline"
+FILES = ("conservative", "aggressive", "2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized")
+PRESETS = (AS_STARTED, BASELINE, *FILES)
+
+
+class Asking:
+    """Requests to one run, checked against its own machine before they are written."""
+
+    def __init__(self, run: Run, history: History):
+        self.run, self.history = run, history
+        self.config: RunConfig = run.config  # as started; everything asked is a difference from it
+        self.hardware = machines.Hardware(**run.manifest["hardware"])  # the run's, not this kernel's
+        self._known: dict[str, RunConfig] = {}  # validating a config takes half a millisecond
+
+    def configs(self) -> tuple[RunConfig, RunConfig]:
+        """What the run does now, and what it was last asked to do."""
+        folder = self.run.folder
+        control = runfolder.read_control(folder)
+        applied = runfolder.read_manifest(folder).get("applied", {}).get("overlay", {})
+        wanted = runfolder.standing_overlay(folder, control) if self.history.end is None else applied
+        return self._config(applied), self._config(wanted)
+
+    def _config(self, overlay: dict) -> RunConfig:
+        key = repr(overlay)
+        if key not in self._known:
+            try:
+                known = overlays.apply(self.config, overlay)
+            except ConfigError:  # a request written by hand; the run will refuse it and say why
+                known = self.config
+            self._known = {**dict(list(self._known.items())[-3:]), key: known}
+        return self._known[key]
+
+    def flip(self, phase: Phase, on: bool) -> int:
+        """Ask for a phase to be switched.
+
+        Raises:
+            ConfigError: it cannot run on this machine, or contradicts other settings; nothing was written.
+        """
+        problems = phases.unmet(phase, self.configs()[1], self.hardware) if on else []
+        if problems:
+            raise ConfigError(problems, phase.name)
+        return self.run.flip(phase.name, on)
+
+    def is_conflict(self, phase: Phase, desired: RunConfig) -> bool:
+        """Whether other settings, not the machine, stand against a phase: changing them clears its way."""
+        try:
+            overlays.apply(desired, phase.on)
+        except ConfigError:
+            return True
+        return False
+
+    def preset(self, name: str) -> tuple[dict, dict[str, str]]:
+        """What a preset asks of this run: the settings that may change in it.
+
+        Returns:
+            Dotted settings, and the phases that cannot run on its machine with the reason of each.
+        """
+        if name == BASELINE:
+            asked = {path: value for phase in PHASES for path, value in phase.off.items()}
+        else:
+            path = runfolder.project_root() / "params" / f"{name}.yaml"
+            asked = phases.switchable(overlays.read(path))
+        wanted = overlays.apply(self.config, asked, name)
+        reached, left_out = phases.skip_missing(wanted, self.hardware)
+        back = overlays.difference(wanted, reached)  # settings of phases that stay out
+        return {**asked, **back}, left_out

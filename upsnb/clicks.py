@@ -1,0 +1,34 @@
+"""Clicks that reach a kernel while a cell runs, where the kernel has no thread for them (ipykernel 6, as on Colab)."""
+
+from __future__ import annotations
+
+
+def serve_clicks(kernel) -> int:
+    """Handle the widgets' messages that wait at a busy kernel; cells and the rest keep their order for afterwards.
+
+    Call from the main thread. Newer kernels hand widgets' messages to threads of their own; there nothing is done.
+
+    Returns:
+        Messages that were handled.
+    """
+    if kernel is None or getattr(kernel, "_supports_kernel_subshells", False) or not hasattr(kernel, "msg_queue"):
+        return 0
+    socket, session, handled = kernel.shell_stream.socket, kernel.session, 0
+    parent, ident = kernel.get_parent("shell"), kernel._parent_ident["shell"]
+    while socket.poll(0):
+        frames = socket.recv_multipart(copy=False)
+        idents, rest = session.feed_identities(frames, copy=False)
+        kind = session.unpack(rest[1].bytes)["msg_type"]  # only looked at: a message may be checked once
+        if not kind.startswith("comm_"):
+            kernel.schedule_dispatch(kernel.dispatch_shell, frames)
+            continue
+        message = session.deserialize(rest, content=True, copy=False)
+        # The browser sends a widget's next message only after it was told that the last one is done with.
+        kernel.set_parent(idents, message, channel="shell")
+        kernel._publish_status("busy", "shell")
+        kernel.shell_handlers[kind](kernel.shell_stream, idents, message)
+        kernel._publish_status("idle", "shell")
+        handled += 1
+    if handled:
+        kernel.set_parent(ident, parent, channel="shell")  # what the cell prints goes below the cell again
+    return handled
