@@ -25,7 +25,6 @@ OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesC
 NEEDS = {  # other settings without which a value would contradict the rest
     "operator.encoder": {"operator.decoder": "cross_attention"},
     "training.lambda_boundary": {"operator.walls": "free"},
-    "training.cpu_offload_optimizer": {"training.grad_clip": None},
     "operator.rollout": {"training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0},
 }
 
@@ -157,7 +156,6 @@ def test_hinted_number_is_a_number_to_yaml(text):
         ({"operator": {"rollout": "latent"}}, "latent needs training.lambda_forward > 0"),
         ({"training": {"lambda_boundary": 1.0}}, "acts on nothing while operator.walls is hard"),
         ({"training": {"lambda_relative": 0.0, "lambda_positivity": 1.0}}, "nothing would train on it"),
-        ({"training": {"cpu_offload_optimizer": True}}, "offloaded gradients cannot be clipped"),
         ({"optimizer": {"fused": True, "foreach": True}}, "either fused or foreach"),
     ],
 )

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from upsnb import hardware, optimizers, overlays
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError
 from upsnb.offload import OffloadedAdamW
 
 OFF = {"training.grad_clip": None, "training.accum_steps": 2, "optimizer.fused": True, "training.ema_decay": 0.9}
@@ -63,8 +62,14 @@ def assert_same_weights(ours, theirs):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_steps_on_the_host_are_adamw_s(tiny_setup, without_gpu):
-    plain, offloaded = tiny_setup(**OFF), tiny_setup(**OFF, **ON)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"training.grad_clip": 1e-2}, {"training.amp": True, "training.amp_dtype": "float16"}],
+    ids=["", "clipped", "scaled"],
+)
+def test_steps_on_the_host_are_adamw_s(tiny_setup, without_gpu, settings):
+    """With gradients as the step leaves them: accumulated, unscaled and clipped."""
+    plain, offloaded = tiny_setup(**{**OFF, **settings}), tiny_setup(**{**OFF, **settings, **ON})
     adamw = offloaded.optimizers[-1]
     assert adamw.inner.optim_dict and adamw.inner.d_opt is not None  # large tensors there, small ones here
     assert isinstance(offloaded.optimizers[0], torch.optim.Muon)
@@ -151,12 +156,6 @@ def test_sharded_parameters_are_stepped_where_they_lie(without_gpu, tmp_path):
 
 
 def test_without_a_gpu_it_is_refused_with_the_reason():
-    config = RunConfig.model_validate({"training": {"cpu_offload_optimizer": True, "grad_clip": None, "device": "cpu"}})
+    config = RunConfig.model_validate({"training": {"cpu_offload_optimizer": True, "device": "cpu"}})
     (problem,) = hardware.problems(config, hardware.detect())
     assert problem.startswith("training.cpu_offload_optimizer: ") and "host memory" in problem
-
-
-@pytest.mark.parametrize("clash", [{"grad_clip": 1.0}, {"grad_clip": None, "amp": True, "amp_dtype": "float16"}])
-def test_what_it_cannot_be_combined_with_is_refused(clash):
-    with pytest.raises(ConfigError, match="offloaded gradients cannot be"):
-        overlays.resolve({f"training.{key}": value for key, value in {"cpu_offload_optimizer": True, **clash}.items()})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 
 import torch
 
-from upsnb import compiling, overlays
+from upsnb import compiling, overlays, parallel
 from upsnb.losses import active_terms
 from upsnb.precision import amp_dtype, build_scaler
 from upsnb.setup import Setup
@@ -43,7 +42,8 @@ def compile_now(setup: Setup) -> None:
 def _forward_backward(setup: Setup) -> None:
     device, parameters = setup.ranks.device, list(setup.model.parameters())
     gradients, noise = [parameter.grad for parameter in parameters], setup.generator.get_state()
-    alone = setup.loss.no_sync() if setup.ranks.world_size > 1 else contextlib.nullcontext()
+    # DDP keeps the gradients to this rank; FSDP2 would keep them gathered, where resetting `grad` does not reach them
+    alone = parallel.synchronising(setup.loss, on=setup.config.training.use_fsdp2)
     try:
         if device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()

@@ -22,20 +22,6 @@ INVERSE_TERMS = ("inv_enc", "inv_dec")
 TIME_TERMS = ("forward", "inv_dec", "rollout")  # need a next state of the same kind
 CONFLICTS = (  # settings that exclude each other: names, when, what to say
     (
-        ("optimizer_offload", "grad_clip"),
-        lambda config: config.training.cpu_offload_optimizer and config.training.grad_clip is not None,
-        "training.grad_clip: offloaded gradients cannot be clipped -> set training.grad_clip to null, or leave "
-        "training.cpu_offload_optimizer off",
-    ),
-    (
-        ("optimizer_offload", "float16"),
-        lambda config: (
-            config.training.cpu_offload_optimizer and config.training.amp and config.training.amp_dtype == "float16"
-        ),
-        "training.amp_dtype: offloaded gradients cannot be unscaled, and float16 scales them -> use bfloat16 with "
-        "training.cpu_offload_optimizer",
-    ),
-    (
         ("fused", "foreach"),
         lambda config: config.optimizer.fused and config.optimizer.foreach,
         "optimizer.foreach: AdamW is either fused or foreach -> switch one of them off",
