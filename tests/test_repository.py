@@ -44,8 +44,8 @@ ORDER = """
     parallel rotation shards checkpoint compiling
     precision timing setup probe evaluation steplog telemetry flips boundary guards training pipeline
     worker verdict supervisor runs launch
-    compare memory profiling figure_style figures drawings report progress
-    follow charts still captions asking clicks panel __main__
+    figure_style figures drawings report interleave compare comparison_figures ladder ladder_figures memory profiling
+    progress follow charts still captions asking clicks panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject
     "config": "every setting of a run in one place, to be read like a table",
@@ -237,9 +237,6 @@ def test_every_phase_has_a_rollback_that_switches_it_off(phase):
     (path,) = [path for path in ROLLBACKS if path.stem == f"{phase.number}_{phase.name}"]
     before = overlays.load(ROOT / "params/aggressive.yaml")
     others = [other for other in phases.PHASES if other is not phase]
-    if phase.name == "bf16":  # without it comes float16, which optimizer offload excludes
-        others.remove(phases.BY_NAME["optimizer_offload"])
-        before = overlays.resolve(overlays.read(ROOT / "params/rollback/5_optimizer_offload.yaml"), base=before)
     after = overlays.resolve(overlays.read(path), base=before)
     assert phases.is_on(phase, before) and not phases.is_on(phase, after)
     assert all(phases.is_on(other, after) for other in others)

@@ -57,7 +57,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     skips = config.training.on_missing == "skip"
     hardware.check_runnable(phases.skip_missing(config, found)[0] if skips else config, found)
     if folder is None:
-        folder = runfolder._new_folder(config)
+        folder = runfolder.new_folder(config.logging.name, config.logging.root)
     elif (folder / runfolder.MANIFEST).exists():
         status = runs.Run(folder).status()
         if status in runfolder.ALIVE:

@@ -252,21 +252,20 @@ BY_NAME = {phase.name: phase for phase in (*PHASES, *EXTRAS)}
 
 def is_on(phase: Phase, config: RunConfig) -> bool:
     """Whether a config has every setting of the phase."""
-    return all(_setting(config, path) == value for path, value in phase.on.items())
+    return all(setting(config, path) == value for path, value in phase.on.items())
 
 
-def _setting(config: RunConfig, path: str):
+def setting(config: RunConfig, path: str):
+    """The value of a dotted setting."""
     value = config
     for key in path.split("."):
         value = getattr(value, key)
     return value
 
 
-# Settings that a phase stands or falls with, beside its own and its ladder's: how a technique is carried out, and what
-# must give way to it.
+# Settings that a phase stands or falls with, beside its own and its ladder's: how a technique is carried out.
 COMPANIONS = (
     "training.compile_mode",
-    "training.grad_clip",
     "training.on_missing",
     "operator.pdet.checkpoint_every",
     "operator.pdet.checkpoint_parts",
@@ -306,7 +305,7 @@ def skip_missing(config: RunConfig, hardware: Hardware) -> tuple[RunConfig, dict
     skipped: dict[str, str] = {}
     for name, phase in BY_NAME.items():
         for path, value in phase.on.items():
-            if _setting(config, path) != value:
+            if setting(config, path) != value:
                 continue
             try:
                 without = overlays.apply(config, {path: phase.off[path]})

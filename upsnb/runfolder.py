@@ -127,7 +127,7 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
     """
     from upsnb import hardware  # here, because it loads torch and readers of a run need none
 
-    folder = _new_folder(config) if folder is None else Path(folder).absolute()
+    folder = new_folder(config.logging.name, config.logging.root) if folder is None else Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     segments: list[dict] = []
     if (folder / MANIFEST).exists():
@@ -160,9 +160,14 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
     return folder
 
 
-def _new_folder(config: RunConfig) -> Path:
-    root = project_root() / config.logging.root
-    stem = f"{config.logging.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def new_folder(name: str, root: str = "outputs") -> Path:
+    """A folder of its own for a run or a report, named after the time; made at once, so that no other takes it.
+
+    Args:
+        root: relative to the project.
+    """
+    root = project_root() / root
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for count in range(1, 1000):
         folder = root / (stem if count == 1 else f"{stem}-{count}")
         with contextlib.suppress(FileExistsError):

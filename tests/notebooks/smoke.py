@@ -6,14 +6,38 @@ The notebooks stay as their readers see them. Their presets train for minutes, w
 and assert is the same. In place, not on a copy: paths, kernel folder and kept outputs are then those of the notebook.
 """
 
-import pytest
+from pathlib import Path
 
-PRESET = "smoke"
+import pytest
+import yaml
+
+PARAMS = Path(__file__).resolve().parents[2] / "params"
+
+
+def smoke(clock: bool = True) -> dict:
+    """The sections of params/smoke.yaml; without its clock some epochs, for arms that must see equal samples."""
+    sections = yaml.safe_load((PARAMS / "smoke.yaml").read_text())
+    if not clock:
+        del sections["training"]["time_limit_s"]
+        sections["stages"] = {"operator": {"epochs": 4}}
+    return sections
+
+
+OTHERWISE = {  # notebook: parameters beside or instead of the preset
+    "02_compare": {**smoke(clock=False), "isolate": "activation_checkpointing", "block_s": 1.0},
+    "04_phases": {
+        "preset": "smoke",
+        "chosen": ["activation_checkpointing", "loss_frequency"],
+        "block_s": 1.0,
+        "rounds": 2,
+    },
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the smoke preset below the parameters, as papermill would."""
+    """Put the smoke parameters below the notebook's own, as papermill would."""
     for item in items:
         cell = getattr(item, "cell", None)
         if cell is not None and "parameters" in cell.metadata.get("tags", ()):
-            cell.source += f'\npreset = "{PRESET}"'
+            values = OTHERWISE.get(item.path.stem, {"preset": "smoke"})
+            cell.source += "".join(f"\n{name} = {value!r}" for name, value in values.items())
