@@ -89,10 +89,10 @@ def test_time_to_quality_is_the_first_validation_that_reaches_it():
 @pytest.mark.timeout(170)
 def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_path):
     """And the report of the same runs as two that merely ended earlier has the same errors and no interval."""
-    base = tiny_config(**{"stages.operator.epochs": 12, "evaluation.every_epochs": 6})
+    base = tiny_config(**{"stages.operator.epochs": 5, "evaluation.every_epochs": 2})
     other = overlays.apply(base, {"operator.pdet.use_activation_checkpoint": True})
     said: list[str] = []
-    runs = compare.compare(base, other, tmp_path / "ab", block_s=0.6, say=said.append)
+    runs = compare.compare(base, other, tmp_path / "ab", block_s=0.5, say=said.append)
     assert {name: [run.status() for run in those] for name, those in runs.items()} == {
         name: ["finished"] for name in ("baseline", "optimized", NOISE)
     }
