@@ -44,7 +44,8 @@ ORDER = """
     parallel rotation shards checkpoint compiling
     precision timing setup probe evaluation steplog telemetry flips boundary guards training pipeline
     worker verdict supervisor runs launch
-    figure_style figures drawings report interleave compare comparison_figures ladder ladder_figures memory profiling
+    figure_style figures drawings report interleave compare comparison_figures ladder ladder_figures
+    ledger allocator outlines memory planning memory_figures profiling
     progress follow charts still captions asking clicks panel __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import hardware, overlays, phases, report, runfolder, runs
+from upsnb import hardware, overlays, phases, planning, report, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
 
@@ -55,7 +55,8 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     parameters, config = read_parameters(notebook, files, params)
     found = hardware.detect()
     skips = config.training.on_missing == "skip"
-    hardware.check_runnable(phases.skip_missing(config, found)[0] if skips else config, found)
+    if not _plans_only(notebook):
+        hardware.check_runnable(phases.skip_missing(config, found)[0] if skips else config, found)
     if folder is None:
         folder = runfolder.new_folder(config.logging.name, config.logging.root)
     elif (folder / runfolder.MANIFEST).exists():
@@ -82,6 +83,14 @@ def _find_notebook(notebook: Path) -> Path:
         return notebook.absolute()
     known = sorted(_short(path) for path in (runfolder.project_root() / "notebooks").glob("*.ipynb"))
     raise RunError(f"{notebook}: no such notebook -> there are {', '.join(known) or 'none in notebooks/'}")
+
+
+def _plans_only(notebook: Path) -> bool:
+    """Whether a notebook says of itself (metadata `upsnb: {plans_only: true}`) that it starts no run of its config.
+
+    It may then be given a config of another machine.
+    """
+    return bool(json.loads(notebook.read_text())["metadata"].get("upsnb", {}).get("plans_only"))
 
 
 # -- parameters ----------------------------------------------------------------------------------------------------
@@ -226,8 +235,11 @@ def summary(folder: Path) -> str:
     lines = []
     try:
         reached = json.loads((folder / report.REPORT).read_text())
-        rows = report.table(reached)
-        lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), report.costs(reached), ""]
+        if reached.get("kind") == planning.KIND:
+            lines += ["", planning.summary(reached), ""]
+        else:
+            rows = report.table(reached)
+            lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), report.costs(reached), ""]
     except FileNotFoundError:
         pass  # a notebook that does not train, or one that failed before
     except ValueError as error:

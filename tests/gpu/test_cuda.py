@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, overlays, parallel, runfolder, telemetry, training
+from upsnb import allocator, checkpoint, memory, overlays, parallel, runfolder, telemetry, training
 from upsnb.data.batches import Loader
 from upsnb.parallel import Ranks
 from upsnb.setup import Setup
@@ -263,3 +263,27 @@ def test_the_driver_tells_power_and_clock_of_a_busy_gpu():
     readings, missing = telemetry.sample(range(1))
     assert missing == [] or all("utilisation" in sentence for sentence in missing)  # a slice of a GPU tells none
     assert 5 < readings["power_w"][0] < 2000 and 100 < readings["clock_mhz"][0] < 5000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ({}, {"operator.pdet.use_activation_checkpoint": True}, {"training.amp": True, "training.amp_dtype": "bfloat16"}),
+    ids=("eager", "checkpointing", "bfloat16"),
+)
+def test_memory_prediction_is_what_cudas_allocator_saw(tiny_config, settings):
+    config = tiny_config(**CUDA, **{"training.batch_size": 512, **settings})
+    predicted, measured = memory.predict(config), memory.measure(config)
+    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.1)
+    assert max(measured.history["allocated_bytes"]) >= 0.9 * measured.nbytes
+    assert measured.history["out_of_memory"] is None and measured.history["largest"]
+
+
+def test_running_out_of_memory_leaves_a_history_that_names_the_line():
+    device = torch.device("cuda", 0)
+    meter = allocator.Meter(device)
+    with pytest.raises(torch.OutOfMemoryError), meter:
+        meter.begin()
+        kept = torch.empty(2**20, device=device)
+        torch.empty(2**50, dtype=torch.uint8, device=device)
+    assert meter.history["out_of_memory"]["requested_bytes"] >= 2**50
+    assert meter.history["largest"][0]["nbytes"] >= kept.nbytes
