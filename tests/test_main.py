@@ -95,6 +95,17 @@ def test_config_that_cannot_run_here_is_refused(refused, tmp_path):
     assert "training.num_gpus: 512" in said and not (tmp_path / "run").exists()
 
 
+def test_notebook_that_only_plans_takes_the_config_of_another_machine(tmp_path, monkeypatch):
+    plans = notebook(tmp_path / "n.ipynb")
+    written = json.loads(plans.read_text())
+    written["metadata"]["upsnb"] = {"plans_only": True}
+    plans.write_text(json.dumps(written))
+    executed = []
+    monkeypatch.setattr(command, "_execute", lambda *arguments: executed.append(arguments))
+    assert command.main(["run", str(plans), "-p", "num_gpus=512", "-o", str(tmp_path / "run")]) == command.OK
+    assert executed[0][2]["training"] == {"num_gpus": 512}
+
+
 def test_notebook_without_tag_or_not_a_notebook_is_refused(refused, tmp_path):
     assert "tagged `parameters`" in refused(notebook(tmp_path / "n.ipynb", "1", parameters=None))
     (tmp_path / "n.ipynb").write_text("not json")
@@ -243,3 +254,12 @@ def test_half_a_report_still_prints(report, tmp_path):
     assert command.summary(tmp_path)
     (tmp_path / "report.json").write_text("{")
     assert "damaged" in command.summary(tmp_path)
+
+
+def test_report_of_memory_prints_errors_and_batches(tmp_path):
+    row = {"config": "as configured", "predicted_gib": 0.5, "measured_gib": 0.4, "error_percent": 25.0}
+    fits = [{"phases": "as configured", "gpu": gpu, "batch_size": size} for gpu, size in (("T4", 7), ("H200", 77))]
+    made = {"kind": "memory", "rows": [{**row, "not_measured": None}], "fits": fits, "measured_by": "an allocator"}
+    (tmp_path / "report.json").write_text(json.dumps(made))
+    said = command.summary(tmp_path)
+    assert "largest error 25 % of 1, an allocator" in said and "T4  H200" in said and "7    77" in said

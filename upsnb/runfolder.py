@@ -176,13 +176,6 @@ def new_folder(name: str, root: str = "outputs") -> Path:
     raise RunError(f"{root}/{stem}: and 999 more exist -> choose another logging.name")
 
 
-def plan_folder(config: RunConfig, folder: Path | str = "") -> Path:
-    """Where a notebook that starts no run leaves its report: the folder it was given, or a new one."""
-    chosen = Path(folder).absolute() if folder else _new_folder(config)
-    chosen.mkdir(parents=True, exist_ok=True)
-    return chosen
-
-
 def _release(folder: Path, config: RunConfig) -> list[dict]:
     """Check that an ended run may be continued and drop its old requests; its segments so far."""
     status, _ = state(folder)
