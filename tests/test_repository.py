@@ -46,7 +46,7 @@ ORDER = """
     worker verdict supervisor runs launch
     figure_style figures drawings report interleave compare comparison_figures ladder ladder_figures
     ledger allocator outlines memory planning memory_figures profiling
-    progress follow charts still captions asking clicks panel __main__
+    progress follow charts still captions asking clicks panel browse __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject
     "config": "every setting of a run in one place, to be read like a table",
@@ -139,7 +139,12 @@ def test_imports_flow_one_way(module):
 
 def test_only_declared_packages_are_imported():
     declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
-    extra = {"ipywidgets": {"panel"}, "IPython": {"panel"}, "papermill": {"__main__"}, "nbclient": {"__main__"}}
+    extra = {
+        "ipywidgets": {"panel", "browse"},
+        "IPython": {"panel", "browse"},
+        "papermill": {"__main__"},
+        "nbclient": {"__main__"},
+    }
     for module, path in MODULES.items():
         for name in {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {"upsnb"}:
             if name in extra:

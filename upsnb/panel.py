@@ -58,7 +58,7 @@ class Panel:
 
     def start(self) -> Panel | None:
         """Show the panel here and keep it up to date from a thread until the run has ended; returns at once."""
-        if _is_headless():
+        if is_headless():
             return
         self._show()
         if self._thread is None or not self._thread.is_alive():
@@ -75,7 +75,7 @@ class Panel:
         Args:
             seconds: stop watching after so long; empty: until the run has ended.
         """
-        headless = _is_headless()
+        headless = is_headless()
         say = Progress() if headless else None
         if not headless:
             self._show()
@@ -120,7 +120,7 @@ class Panel:
             return still.figure(self.history, f"{self.run.folder.name}, {self.status}", self._axis.value)
 
     def _ipython_display_(self) -> None:
-        if _is_headless():
+        if is_headless():
             display(self.figure())
         else:
             self.start()
@@ -344,6 +344,6 @@ class Panel:
                 field.value = phases._setting(desired, path) or 0
 
 
-def _is_headless() -> bool:
+def is_headless() -> bool:
     """Whether nobody sits in front of this kernel: papermill, nbval, a script."""
     return not any(name in os.environ for name in launch.INTERACTIVE)

@@ -53,9 +53,7 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
     Raises:
         RunError: there is no such folder.
     """
-    root = Path(root) if root is not None else runfolder.project_root() / LoggingConfig().root
-    if not root.is_dir():
-        raise RunError(f"{root}: no such folder -> name the folder that holds run folders")
+    root = find_root(root)
     rows = [row(folder, folder.relative_to(root).as_posix()) for folder in _folders(root)]
     datasets = sorted({f"nrmse_{name}" for values in rows for name in values["nrmse"]})
     rows = [{**values, **{f"nrmse_{name}": number for name, number in values["nrmse"].items()}} for values in rows]
@@ -63,6 +61,14 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
     columns = [*list(COLUMNS)[:before], *datasets, *list(COLUMNS)[before:]]
     frame = pd.DataFrame(rows, columns=columns).astype({**COLUMNS, **dict.fromkeys(datasets, "float64")})
     return frame.sort_values("created", ascending=False, kind="stable", ignore_index=True)
+
+
+def find_root(root: Path | str | None = None) -> Path:
+    """The folder of run folders, by default where runs go; an error where there is none."""
+    root = Path(root) if root is not None else runfolder.project_root() / LoggingConfig().root
+    if not root.is_dir():
+        raise RunError(f"{root}: no such folder -> name the folder that holds run folders")
+    return root
 
 
 def _folders(root: Path) -> Iterator[Path]:

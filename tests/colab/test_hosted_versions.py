@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from upsnb import runfolder
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".colab" / "bin" / "python"
 PINS = dict(
@@ -27,7 +29,7 @@ len(modules)
 """
 PANEL = """
 from upsnb import panel, runs
-shown = panel.Panel(runs.Run.attach(FOLDER))
+shown = panel.Panel(runs.Run.attach({!r}))
 shown.watch(2)
 """
 VERSIONS = """
@@ -72,3 +74,12 @@ def test_environment_has_the_pinned_versions():
 def test_every_module_is_imported(execute):
     (output,) = execute(EVERY_MODULE)
     assert int(output.data["text/plain"]) > 40
+
+
+def test_panel_follows_a_run_in_an_old_kernel_and_leaves_a_figure(execute, tmp_path, tiny_config, train_here):
+    folder = tmp_path / "run"
+    train_here(tiny_config(), folder)
+    runfolder.update_manifest(folder, status="finished")
+    outputs = execute("import ipywidgets\nassert ipywidgets.__version__ == '7.7.1'", PANEL.format(str(folder)))
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the still figure in the widgets' place"
+    assert outputs[-1].data["text/plain"] == "'finished'"

@@ -1,0 +1,190 @@
+"""The panel as a person uses it: clicks, reloads, busy kernels, broken runs, narrow windows and dark themes."""
+
+import contextlib
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+from jupyterlab_page import SHOTS, Lab
+
+from upsnb import launch, runfolder, runs
+
+SHOW = "from upsnb import panel, runs\nshown = panel.Panel(runs.Run.attach({!r}))\nshown.start()"
+BUSY = {  # cells that end when a file is there
+    "sleeping": "import pathlib, time\nwhile not pathlib.Path('sleeping').exists():\n    time.sleep(0.2)",
+    "computing": "while not pathlib.Path('computing').exists():\n    sum(range(100_000))",
+}
+SWITCHED = ("activation_checkpointing", "loss_frequency", "bf16")
+LONGEST_S = 0.5  # from a click to its request in control.json
+STATE = """() => ({
+    on: [...document.querySelectorAll('.ups-toggle.mod-active')].map(e => e.textContent.trim()).sort(),
+    flips: [...document.querySelectorAll('.ups-table tr')].map(row =>
+        [...row.querySelectorAll('td')].slice(0, 3).map(cell => cell.textContent).join(' ')),
+    markers: document.querySelectorAll('.ups-over > i').length,
+})"""
+# Texts that stand on each other, end outside the panel, or are cut by what holds them: should be none.
+COLLISIONS = """() => {
+    const panel = document.querySelector('.ups-panel'), edge = panel.getBoundingClientRect(), texts = [], found = [];
+    const walker = document.createTreeWalker(panel, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const node = walker.currentNode, parent = node.parentElement;
+        if (!node.data.trim() || !parent.checkVisibility({visibilityProperty: true}) || parent.closest('style, option'))
+            continue;
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        for (const box of range.getClientRects())
+            if (box.width > 1) texts.push({text: node.data.trim(), box, parent});
+    }
+    for (const {text, box, parent} of texts) {
+        if (box.left < edge.left - 1 || box.right > edge.right + 1) found.push(`outside the panel: ${text}`);
+        for (let e = parent; e !== panel; e = e.parentElement)
+            if (getComputedStyle(e).overflowX !== 'visible' && box.right > e.getBoundingClientRect().right + 1)
+                found.push(`cut: ${text}`);
+    }
+    texts.forEach((a, i) => texts.slice(i + 1).forEach(b => {
+        const width = Math.min(a.box.right, b.box.right) - Math.max(a.box.left, b.box.left);
+        const height = Math.min(a.box.bottom, b.box.bottom) - Math.max(a.box.top, b.box.top);
+        if (a.parent !== b.parent && width > 1 && height > 3) found.push(`${a.text} on ${b.text}`);
+    }));
+    return {found, count: texts.length};
+}"""
+
+
+@pytest.fixture
+def run(tmp_path, tiny_config):
+    """`run(**overlay)`: a live run that trains until the test ends."""
+    started = []
+
+    def start(**overlay) -> runs.Run:
+        config = tiny_config(**{"stages.operator.epochs": 100_000, "evaluation.every_epochs": 50, **overlay})
+        started.append(launch.start(config, tmp_path / "run", attached=True))
+        until(lambda: len(started[-1].events(["step"])) > 20, 90, "it does not train")
+        return started[-1]
+
+    yield start
+    for live in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(live.manifest["supervisor"].partition(":")[0]), signal.SIGTERM)
+        until(partial(has_ended, live), 60, "it does not end")
+
+
+def until(condition, seconds: float, problem: str):
+    """The first true value of a condition."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, problem
+        time.sleep(0.01)
+    return value
+
+
+def has_ended(live: runs.Run) -> bool:
+    return live.status() not in runfolder.ALIVE
+
+
+def show(lab: Lab, live: runs.Run) -> None:
+    """Open the run's panel in a new cell of the notebook in the page."""
+    lab.run(SHOW.format(str(live.folder)))
+    lab.page.wait_for_selector(".ups-plots")
+
+
+def revision(live: runs.Run) -> int:
+    return runfolder.read_control(live.folder).revision
+
+
+def acknowledged(live: runs.Run, button) -> dict:
+    """The flip event that answers what a click on a button asks for."""
+    before = revision(live)
+    button.click()
+    wanted = until(lambda: revision(live) > before and revision(live), 30, "the click never arrived")
+    return until(
+        lambda: next((event for event in live.events(["flip"]) if event["revision"] == wanted), None),
+        60,
+        f"revision {wanted} is not acknowledged",
+    )
+
+
+def measured(live: runs.Run, flip: dict) -> bool:
+    return any(effect["revision"] == flip["revision"] for effect in live.events(["flip_effect"]))
+
+
+def seconds_to_request(lab: Lab, live: runs.Run, phase: str) -> float:
+    """From a click on a phase's toggle to its request in control.json."""
+    toggle = lab.page.locator(f".ups-{phase}")
+    toggle.scroll_into_view_if_needed()
+    box, before = toggle.bounding_box(), revision(live)
+    lab.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    started = time.perf_counter()
+    lab.page.mouse.down()
+    lab.page.mouse.up()
+    until(lambda: revision(live) > before, 30, f"the click on {phase} never arrived")
+    return time.perf_counter() - started
+
+
+def test_clicks_are_obeyed_by_two_ranks_and_seen_again_after_a_reload(lab: Lab, run):
+    live = run(**{"training.num_gpus": 2})
+    lab.open("live.ipynb", "")
+    show(lab, live)
+    for phase in SWITCHED:
+        flip = acknowledged(live, lab.page.locator(f".ups-{phase}"))
+        assert flip["applied"] and flip["phases"] == {phase: True}
+        lab.page.wait_for_selector(f".ups-{phase}.mod-active:not(.ups-asked)")
+        until(partial(measured, live, flip), 120, f"{phase}: no effect measured")
+    lab.page.select_option(".ups-preset select", "baseline")
+    acknowledged(live, lab.page.get_by_role("button", name="Apply preset"))
+    for phase in SWITCHED:
+        lab.page.wait_for_selector(f".ups-{phase}:not(.mod-active):not(.ups-asked)")
+    until(lambda: len(live.events(["flip_effect"])) == 4, 120, "no effect of the preset measured")
+    lab.page.wait_for_timeout(1000)  # two redraws
+    seen = lab.page.evaluate(STATE)
+    assert len(seen["flips"]) == 1 + 4 and seen["markers"] == 4
+    effects = lab.page.locator(".ups-table").inner_text()
+    assert effects.count("[") == 4, "every effect with its interval"
+    layouts(lab)
+
+    lab.reload()
+    assert lab.page.locator(".ups-plots").count() == 0, "the page had not been saved"
+    show(lab, live)
+    assert lab.page.evaluate(STATE) == seen
+    assert lab.errors() == []
+
+
+def layouts(lab: Lab) -> None:
+    """No text on another or cut off, at two widths and in both themes; a picture of each."""
+    for theme in ("JupyterLab Light", "JupyterLab Dark"):
+        lab.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+        for width in (1100, 1600):
+            lab.page.set_viewport_size({"width": width, "height": 1500})
+            lab.page.wait_for_timeout(700)  # a redraw and the theme's style sheet
+            seen = lab.page.evaluate(COLLISIONS)
+            shot = lab.page.locator(".ups-panel").screenshot(path=SHOTS / f"panel_{theme[11:].lower()}_{width}.png")
+            assert seen["count"] > 60 and len(shot) > 20_000
+            assert seen["found"] == [], f"{theme}, {width} px"
+
+
+def test_click_beside_a_busy_cell_is_a_request_within_half_a_second(lab: Lab, run):
+    live = run()
+    lab.open("busy.ipynb", "")
+    show(lab, live)
+    for busy, phase in zip(BUSY, SWITCHED):  # a widget's first click is the slow one, so each time another
+        lab.run(BUSY[busy], wait=False)
+        lab.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=busy]")
+        lab.page.wait_for_timeout(500)
+        assert seconds_to_request(lab, live, phase) < LONGEST_S, busy
+        assert not lab.page.evaluate("() => window.ran"), f"{busy}: the cell ended too early to tell"
+        (lab.folder / busy).touch()
+        lab.page.wait_for_function("() => window.ran")
+    assert lab.errors() == []
+
+
+def test_killed_run_shows_its_cause_in_the_page(lab: Lab, run):
+    live = run()
+    lab.open("killed.ipynb", "")
+    show(lab, live)
+    os.kill(runfolder.read_heartbeats(live.folder)[0]["pid"], signal.SIGKILL)
+    lab.page.wait_for_function("() => document.querySelector('.ups-pill')?.textContent.includes('failed')")
+    said = lab.page.locator(".ups-note").all_inner_texts()
+    assert any("rank 0" in text and "SIGKILL" in text for text in said), said
+    # Nothing can be asked of a run that has ended.
+    lab.page.wait_for_function("() => document.querySelectorAll('.ups-toggle:not([disabled])').length === 0")
