@@ -341,7 +341,7 @@ class Panel:
         for path, field in self._fields.items():
             field.disabled = not alive
             if path not in self._edited:
-                field.value = phases._setting(desired, path) or 0
+                field.value = phases.setting(desired, path) or 0
 
 
 def is_headless() -> bool:
