@@ -252,6 +252,7 @@ def report(folder: Path, config: RunConfig, rows: list[dict], claimed: list[dict
         "code_revision": runfolder.code_revision(),
         "settings": overlays.difference(RunConfig(), config),
     }
+    folder.mkdir(parents=True, exist_ok=True)
     runfolder.write_json(folder / REPORT, made)
     return made
 
