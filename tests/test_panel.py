@@ -8,6 +8,7 @@ import pytest
 from test_charts import START, flip_event, say, step_event
 
 from upsnb import asking, clicks, panel, runfolder, runs
+from upsnb import config as configs
 from upsnb.panel import Panel
 
 CUDA = {"device": "cuda", "num_devices": 1, "device_name": "a GPU", "device_memory_gib": 80.0, "num_cores": 8}
@@ -83,21 +84,21 @@ def test_a_new_panel_and_a_second_viewer_show_the_same(folder):
     assert first._plots.value == second._plots.value and first._table.value == second._table.value
 
 
-def test_a_conflict_is_explained_and_not_sent(folder):
-    runfolder.update_manifest(folder, hardware=CUDA)
+def test_a_conflict_is_explained_and_not_sent(folder, tiny_config):
+    configs.save(tiny_config(**{"training.device": "auto", "optimizer.fused": True}), folder / runfolder.CONFIG)
     shown = Panel(runs.Run.attach(folder))
     shown.refresh()
-    toggle, card = shown._toggles["optimizer_offload"], shown._cards["optimizer_offload"]
-    assert "conflicts with other settings: training.grad_clip" in card.value and not toggle.disabled
+    toggle, card = shown._toggles["foreach"], shown._cards["foreach"]
+    assert "conflicts with other settings: optimizer.foreach" in card.value and not toggle.disabled
     toggle.value = True
-    assert "not sent: training.grad_clip: offloaded gradients cannot be clipped" in card.value
+    assert "not sent: optimizer.foreach: AdamW is either fused or foreach" in card.value
     assert not toggle.value and not (folder / runfolder.CONTROL).exists()
 
 
 def test_the_runs_own_machine_decides_what_can_be_switched(folder):
     shown = Panel(runs.Run.attach(folder))
     shown.refresh()
-    assert shown._toggles["optimizer_offload"].disabled is False  # a conflict comes first, and can be resolved
+    assert shown._toggles["optimizer_offload"].disabled, "AdamW steps in host memory already"
     missing = {name for name, toggle in shown._toggles.items() if toggle.disabled}
     assert missing and all("cannot run here: " in shown._cards[name].value for name in missing)
     runfolder.update_manifest(folder, hardware=CUDA)
