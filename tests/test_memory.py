@@ -46,6 +46,11 @@ def test_prediction_is_what_the_allocator_saw(tiny_config, overlay):
         assert predicted.account.by_kind()[kind] == pytest.approx(nbytes, abs=WITHIN * measured.nbytes), kind
 
 
+def test_measuring_again_in_the_same_process_measures_the_same(tiny_config):
+    config = tiny_config(("darcy",))
+    assert len({measure(config).nbytes for _ in range(3)}) == 1
+
+
 def test_prediction_takes_no_memory_no_data_and_no_random_numbers(tiny_config, tmp_path):
     config = tiny_config(**{"data.root": str(tmp_path / "none"), "training.batch_size": 10**6})
     generated = list(tmp_path.rglob("*.hdf5"))

@@ -6,6 +6,7 @@ predictions are held against.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ class Meter:
         self.history: dict | None = None  # CUDA only, once left
 
     def __enter__(self) -> Meter:
+        gc.collect()  # a model of an earlier measurement, freed during this one, would count as negative
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._base = torch.cuda.memory_allocated(self.device)
