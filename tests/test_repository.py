@@ -36,16 +36,17 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 ORDER = """
-    errors rules config overlays hardware
+    errors rules config overlays hardware ranges
     data.spec data.layouts data.families data.generate data.download data.datasets data.batches
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
     losses metrics offload optimizers phases
     files processes events throughput runfolder runtable rescue judgement
     parallel rotation shards checkpoint compiling
-    precision timing setup probe evaluation steplog telemetry flips boundary guards training pipeline
+    precision timing setup probe evaluation steplog telemetry flips boundary guards
+    counting traces profiler training pipeline
     worker verdict supervisor runs launch
     figure_style figures drawings report interleave compare comparison_figures ladder ladder_figures
-    ledger allocator outlines memory planning memory_figures profiling
+    ledger allocator outlines memory planning memory_figures profiling profile_figures
     progress follow charts still captions asking clicks panel browse __main__
 """.split()  # a module imports only what stands before it
 LONG = {  # lines above 350, and why one file is still one subject

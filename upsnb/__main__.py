@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import hardware, overlays, phases, planning, report, runfolder, runs
+from upsnb import hardware, overlays, phases, planning, profiling, report, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
 
@@ -235,8 +235,9 @@ def summary(folder: Path) -> str:
     lines = []
     try:
         reached = json.loads((folder / report.REPORT).read_text())
-        if reached.get("kind") == planning.KIND:
-            lines += ["", planning.summary(reached), ""]
+        of_kind = {module.KIND: module.summary for module in (planning, profiling)}
+        if reached.get("kind") in of_kind:
+            lines += ["", of_kind[reached["kind"]](reached), ""]
         else:
             rows = report.table(reached)
             lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), report.costs(reached), ""]

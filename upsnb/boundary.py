@@ -12,18 +12,20 @@ from upsnb import parallel, runfolder
 from upsnb.events import EventWriter
 from upsnb.flips import Flips
 from upsnb.parallel import Ranks
+from upsnb.ranges import outside
 
 POLL_S = 0.1  # between two looks at control.json while all ranks wait
-REVISIONS = (runfolder.CHECKPOINT, runfolder.SETTINGS, runfolder.PAUSE)
+REVISIONS = (runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.SETTINGS, runfolder.PAUSE)
 
 
 class Asked(NamedTuple):
-    """What all ranks are to do; of `checkpoint`, `settings` and `pause` the revision that asks for it, 0: nothing."""
+    """What all ranks are to do; of each from `checkpoint` on the revision that asks for it, 0: nothing."""
 
     progress: float  # of the stage, 0 to 1; schedules follow it
     time_is_up: bool
     stop: bool
     checkpoint: int
+    profile: int
     settings: int
     pause: int
 
@@ -36,8 +38,10 @@ class Boundary:
         self.overlay: dict | None = None  # the settings asked for, as read with the last revisions; on rank 0
         self.paused_since: float | None = None
         self._is_first = True  # no step was begun in this launch
-        saved = runfolder.read_events(folder, ("checkpoint",)) if ranks.rank == 0 else []
-        self._saved = max((event.get("revision") or 0 for event in saved), default=0)
+        self._saved, self._profiled = (
+            max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
+            for kind in ("checkpoint", "profile")
+        )
 
     def ask(self, step: int, progress: float, time_is_up: bool) -> Asked:
         """What is to be done now; all ranks enter. Acknowledges a cold flip whose ranks have come so far.
@@ -51,14 +55,17 @@ class Boundary:
             # After the first step, or where none is to follow: that the ranks are there has to do then.
             if flips.trial and (not self._is_first or control.stop or control.paused or progress >= 1):
                 flips.acknowledge(step)
-            save, settings, pause = (control.asked.get(what, 0) for what in REVISIONS)
+            save, profile, settings, pause = (control.asked.get(what, 0) for what in REVISIONS)
             save *= save > self._saved
+            profile *= profile > self._profiled
             settings *= settings > flips.revision and not flips.trial  # one flip after the other
-            self._saved, self.overlay = max(save, self._saved), control.overlay
-            message[:] = torch.tensor([progress, time_is_up, control.stop, save, settings, pause * control.paused])
+            self._saved, self._profiled = max(save, self._saved), max(profile, self._profiled)
+            self.overlay, pause = control.overlay, pause * control.paused
+            message[:] = torch.tensor([progress, time_is_up, control.stop, save, profile, settings, pause])
         progress, time_is_up, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
         return Asked(progress, bool(time_is_up), bool(stop), *map(int, revisions))
 
+    @outside
     def hold(self, step: int, revision: int) -> None:
         """Wait for a moment."""
         if self.paused_since is None:

@@ -13,6 +13,7 @@ from upsnb.config import TrainingConfig
 from upsnb.data.batches import Batch
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.ups import UPS
+from upsnb.ranges import FORWARD, INVERSE, part
 from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS
 
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
@@ -150,12 +151,14 @@ class LossModule(nn.Module):
         target = model.normalise(name, batch.targets[:, :frames], "output")
         dt = model.relative_dt(name, x, spec.dt)
         points = self._query_points(batch, spec)
-        whole_grid = points is None or weights.keys() & {"spectral", "rollout", "inv_dec", "conservation"}
+        on_grid = weights.keys() & {"spectral", "rollout", "inv_dec", "conservation"}
+        whole_grid = points is None or bool(on_grid)
 
         with torch.autocast(x.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             z = model.encode(name, x)
             advanced = model.advance(name, z, batch.parameters, dt)
-            grid_y = model.reconstruct_or_decode(name, advanced, x) if whole_grid else None
+            with part(INVERSE if points is not None and on_grid == {"inv_dec"} else FORWARD):  # who asks for it
+                grid_y = model.reconstruct_or_decode(name, advanced, x) if whole_grid else None
             point_y = None if points is None else model.reconstruct_or_decode(name, advanced, x, points)
             extra = self._latent_terms(name, weights, x, z, advanced, target, grid_y)
             if "rollout" in weights and spec.time_dependent:
@@ -227,11 +230,13 @@ class LossModule(nn.Module):
                 future = model.encode(name, target)
             terms["forward"] = latent_error(advanced, future)
         if "inv_enc" in weights:
-            again = model.reconstruct(name, z, tuple(x.shape[3:]))
-            shift = model.constant(name, "input_mean") / model.constant(name, "input_std")
-            terms["inv_enc"] = relative_error(again.float() + shift, x + shift)
+            with part(INVERSE):
+                again = model.reconstruct(name, z, tuple(x.shape[3:]))
+                shift = model.constant(name, "input_mean") / model.constant(name, "input_std")
+                terms["inv_enc"] = relative_error(again.float() + shift, x + shift)
         if "inv_dec" in weights and spec.time_dependent:
-            terms["inv_dec"] = latent_error(model.encode(name, grid_y), advanced)
+            with part(INVERSE):
+                terms["inv_dec"] = latent_error(model.encode(name, grid_y), advanced)
         if "latent_norm" in weights:
             terms["latent_norm"] = sum(
                 (part.float().square().mean((1, 2)) - 1).square().mean() for part in (z, advanced)

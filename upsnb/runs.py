@@ -103,6 +103,13 @@ class Run:
         """Ask for a checkpoint at the next step boundary; its `checkpoint` event names the revision returned here."""
         return runfolder.write_control(self.folder, None, runfolder.CHECKPOINT).revision
 
+    def profile(self) -> int:
+        """Ask all ranks to profile their next steps; the `profile` event names the revision returned here.
+
+        It leaves `profile.rank<k>.json` and a trace of each rank; `profiling.report` makes sentences of them.
+        """
+        return runfolder.write_control(self.folder, None, runfolder.PROFILE).revision
+
     def pause(self) -> int:
         """Ask all ranks to wait at the next step boundary; the `paused` event names the revision returned here.
 

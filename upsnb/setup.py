@@ -21,6 +21,7 @@ from upsnb.losses import LossModule, active_terms, untouched_parts
 from upsnb.models.ups import UPS
 from upsnb.parallel import Ranks
 from upsnb.phases import HOT, LOADER, is_cold
+from upsnb.ranges import BACKWARD, FORWARD, OPTIMIZER, part
 from upsnb.rules import INVERSE_TERMS
 from upsnb.timing import mark
 
@@ -95,7 +96,9 @@ class Setup:
         ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
         lap("model")
         plateau = optimizers.Plateau(config.stages.operator.scheduler)
-        built = cls(config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s)
+        built = cls(
+            config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s=build_s
+        )
         built.tf32.set(training.tf32)  # last: what fails before leaves nothing process-wide behind
         return built
 
@@ -202,20 +205,23 @@ class Setup:
                 terms.setdefault(term, []).append(value)
                 computed.add((batch.dataset, term))
         if self._loss_module.touch_all or self._loss_module.touch_any:  # optimizers must not step on zeros
-            for part in untouched_parts(self.model, computed):
-                part.zero_grad(set_to_none=True)
+            for untouched in untouched_parts(self.model, computed):
+                untouched.zero_grad(set_to_none=True)
         means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
         if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
             torch.distributed.all_reduce(means)
             means /= self.ranks.world_size
         loss, *values = means.unbind()
-        norm = self._update(training.grad_clip, loss)
+        with part(OPTIMIZER):
+            norm = self._update(training.grad_clip, loss)
         return loss, dict(zip(terms, values)), norm
 
     def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int) -> tuple[Tensor, dict]:
-        total, values = self.loss(batch, weights, dtype)
+        with part(FORWARD):
+            total, values = self.loss(batch, weights, dtype)
         if total.requires_grad:  # else no term acts on this microbatch
-            self.scaler.scale(total / num_microbatches).backward()
+            with part(BACKWARD):
+                self.scaler.scale(total / num_microbatches).backward()
         return total.detach(), values
 
     def _update(self, grad_clip: float | None, loss: Tensor) -> Tensor:

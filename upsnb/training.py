@@ -22,6 +22,8 @@ from upsnb.guards import Guards
 from upsnb.models.ups import count_parameters
 from upsnb.parallel import Ranks
 from upsnb.phases import PHASES, is_on
+from upsnb.profiler import Profiler
+from upsnb.ranges import DATA, outside, part
 from upsnb.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.setup import Setup
 from upsnb.steplog import StepLog
@@ -55,7 +57,8 @@ def train(
             loop.finish(reason)
         loop.saver.close()
     finally:
-        loop.setup.tf32.set(False)  # the one thing of a setup that is the process's
+        loop.profiler.close()  # these two are all that is the process's
+        loop.setup.tf32.set(False)
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Loop:
         self.setup = Setup.build(config, runfolder.project_root(), ranks, self._say)
         self.flips = Flips(base, self.setup, ranks, events, folder, launch)
         self.boundary = Boundary(folder, ranks, events, self.flips)
+        self.profiler = Profiler(folder, self.setup, ranks, events)
         self.position = Position()
         self._plan()
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
@@ -216,7 +220,8 @@ class Loop:
         for _ in range(left // training.accum_steps):
             self._beat()  # before and after reading: a rank whose disk hangs stands one beat behind the others
             waiting = time.perf_counter()
-            microbatches = [next(batches) for _ in range(training.accum_steps)]
+            with part(DATA):
+                microbatches = [next(batches) for _ in range(training.accum_steps)]
             wait_ms = 1e3 * (time.perf_counter() - waiting)
             is_done = self._step(microbatches, wait_ms)
             self.saver.poll()
@@ -256,10 +261,10 @@ class Loop:
 
         Rank 0 reads clock and control file; all ranks learn the same and decide the same.
         """
+        to_profile, step = 0, self.position.step
         while True:
-            step = self.position.step
             asked = self.boundary.ask(step, *self._progress())
-            self.progress = asked.progress
+            self.progress, to_profile = asked.progress, asked.profile or to_profile
             if asked.stop:
                 return self._go_on("stopped")
             if asked.checkpoint:
@@ -273,6 +278,8 @@ class Loop:
             self._beat()
             self.boundary.hold(step, asked.pause)
         self._go_on(None)
+        if self.profiler.at_boundary(step, to_profile):
+            self.clock.settle(step)
         if asked.time_is_up:
             return "time"
         return "epochs" if self.position.epoch >= self.stage.epochs else None  # of a run resumed at its end
@@ -350,6 +357,7 @@ class Loop:
 
     # -- validation and checkpoints ----------------------------------------------------------------------------------
 
+    @outside
     def _validate(self) -> str | None:
         """Measure the validation split with the averaged weights; returns "patience" when it is time to stop."""
         if not any(len(dataset.splits["validation"]) for dataset in self.setup.datasets.values()):
@@ -391,6 +399,7 @@ class Loop:
                 evaluation.save_examples(examples, model, setup.datasets, results, settings, self.ranks.device)
         return results
 
+    @outside
     def _save(self, *roles: str, last: bool = False, revision: int | None = None) -> None:
         """Write a checkpoint; all ranks enter because each writes its share.
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import allocator, checkpoint, memory, overlays, parallel, runfolder, telemetry, training
+from upsnb import allocator, checkpoint, memory, overlays, parallel, profiling, runfolder, runs, telemetry, training
 from upsnb.data.batches import Loader
 from upsnb.parallel import Ranks
 from upsnb.setup import Setup
@@ -287,3 +287,26 @@ def test_running_out_of_memory_leaves_a_history_that_names_the_line():
         torch.empty(2**50, dtype=torch.uint8, device=device)
     assert meter.history["out_of_memory"]["requested_bytes"] >= 2**50
     assert meter.history["largest"][0]["nbytes"] >= kept.nbytes
+
+
+@pytest.mark.parametrize("settings", [{}, BF16, {"training.compile": True}], ids=["float32", "bf16", "compiled"])
+def test_a_profile_of_a_gpu_run_is_made_of_kernels(train_cuda, tmp_path, settings):
+    inverse = {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1, "stages.operator.epochs": 20}
+
+    def ask(step):
+        run = runs.Run(tmp_path)
+        if step == 20:
+            run.profile()
+        if run.events(("profile",)):
+            run.stop()
+
+    train_cuda(tmp_path, ask, **inverse, **settings)
+    (record,) = profiling.read(tmp_path, 1)
+    parts = profiling.partition(record)
+    assert sum(parts.values()) == pytest.approx(record["step_ms"])
+    assert all(value >= 0 for value in parts.values()) and parts["inverse losses"] > 0
+    assert record["trace"]["inverse_backward_ms"] > 0 and record["trace"]["num_launches"] > 10
+    # traced kernels are those of undisturbed steps: no part computes longer than it lasts
+    busy = sum(traced["busy_ms"] for traced in record["trace"]["parts"].values())
+    assert busy < 1.2 * record["step_ms"]
+    assert 0 < record["flops_per_step"] / (record["step_ms"] / 1e3) < record["matrix_peak"]["tflops"] * 1e12

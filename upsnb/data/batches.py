@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.errors import DataError
+from upsnb.ranges import COPY, part
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,8 @@ class Loader:
         for batch in self._workers:
             for key in ("inputs", "targets", "parameters"):
                 value = getattr(batch, key)
-                setattr(batch, key, (value.pin_memory() if pin else value).to(self.device, non_blocking=pin))
+                with part(COPY):
+                    setattr(batch, key, (value.pin_memory() if pin else value).to(self.device, non_blocking=pin))
             yield batch
 
 
