@@ -47,7 +47,8 @@ def test_each_dataset_and_kind_of_part_is_one_graph_without_breaks(setup):
     turn(setup)
     found = counter.read()
     assert (found.graphs, found.graph_breaks) == (KINDS * DATASETS, 0)
-    assert found.recompiles == KINDS * (DATASETS - 1)  # the same code for another dataset
+    # The same code for another dataset; for the first too where an earlier test compiled it, which torch remembers.
+    assert KINDS * (DATASETS - 1) <= found.recompiles <= KINDS * DATASETS
     assert found.duration_s > 0
 
 
