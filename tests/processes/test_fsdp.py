@@ -47,13 +47,13 @@ FLIPS = {
     10: {"training.amp": False, "operator.pdet.use_activation_checkpoint": False},
 }
 CASES = {  # name: (settings, steps, {step: flip})
-    "adamw": ({"optimizer.name": "adamw"}, 20, {}),
-    "muon": ({"optimizer.name": "muon_hybrid"}, 20, {}),
-    "every microbatch": ({"optimizer.name": "adamw", **EVERY}, 8, {}),
-    "latent": (LATENT, 8, {}),
-    "nothing in the last microbatch": ({"optimizer.name": "adamw", **NOTHING_LAST}, 8, {}),
+    "adamw": ({"optimizer.name": "adamw"}, 12, {}),
+    "muon": ({"optimizer.name": "muon_hybrid"}, 12, {}),
+    "every microbatch": ({"optimizer.name": "adamw", **EVERY}, 6, {}),
+    "latent": (LATENT, 6, {}),
+    "nothing in the last microbatch": ({"optimizer.name": "adamw", **NOTHING_LAST}, 6, {}),
     "flips": ({"optimizer.name": "adamw"}, 12, FLIPS),
-    "bfloat16": ({"optimizer.name": "adamw", "training.amp": True, "training.amp_dtype": "bfloat16"}, 8, {}),
+    "bfloat16": ({"optimizer.name": "adamw", "training.amp": True, "training.amp_dtype": "bfloat16"}, 6, {}),
 }
 ON_FOUR_RANKS = ("adamw", "muon")
 ROUGH = (
@@ -112,11 +112,11 @@ def compare(case: str, config: RunConfig, ranks: Ranks) -> dict:
         start, names = weights_of(setup), [name for name, _ in setup.model.named_parameters()]
         curve = train(setup, num_steps, flips)
         state = setup.state_dict()
-        found.append((curve, weights_of(setup), state, names))
+        found.append((curve, weights_of(setup), parallel.whole(state), names))
     # saved, and taken up again by a fresh one
     again = Setup.build(setup.config, Path(), ranks, lambda message: None)
     again.load_state_dict(state)
-    restored, own = again.state_dict(), setup.state_dict()
+    restored, own = parallel.whole(again.state_dict()), parallel.whole(setup.state_dict())
     (plain, one, before, names), (sharded, other, after, sharded_names) = found
     return {
         "curves": [plain, sharded],
@@ -223,7 +223,7 @@ def test_sharding_changes_neither_curve_nor_weights_nor_averages(found, num_rank
     loss, norm, weights = (0.02, 0.1, 0.1) if case in ROUGH else (1e-5, 1e-4, 1e-3)
     np.testing.assert_allclose(sharded[:, 0], plain[:, 0], rtol=loss)
     np.testing.assert_allclose(sharded[:, 1], plain[:, 1], rtol=norm)
-    assert result["averaged"] > 0.1  # or the average could as well be the weights
+    assert result["averaged"] > 0.05  # or the average could as well be the weights
     assert result["weights"] < weights and result["averages"] < weights
     assert result["stepped"][0] == result["stepped"][1] and result["names"][0] == result["names"][1]
 
