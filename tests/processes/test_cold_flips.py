@@ -17,7 +17,8 @@ from upsnb.runfolder import Heartbeat
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 TWO_RANKS = {"num_gpus": 2, "batch_size": 4}  # the same microbatch of all ranks, so the same curve
-ONE_RANK = {"num_gpus": 1, "batch_size": 8}
+SHARDED = {**TWO_RANKS, "use_fsdp2": True}
+ONE_RANK = {"num_gpus": 1, "batch_size": 8, "use_fsdp2": False}
 
 
 def worker_that_dies(folder: str) -> None:
@@ -75,10 +76,11 @@ def test_ranks_come_and_go_and_the_curve_goes_on(start, train_here, tmp_path):
     run.flip("activation_checkpointing", True)
     assert wait_for(run, "flip")["cold"] is False
     wait_for_steps(run, 35)  # of them at least 20 are steady, and fewer than an effect is measured from
-    revision = run.update(TWO_RANKS)
+    revision = run.update(SHARDED)
     flip = wait_for(run, "flip", 2)
     assert flip["revision"] == revision == 2 and flip["applied"] and flip["cold"] and flip["duration_ms"] > 500
-    assert flip["changes"] == {"training.batch_size": 4, "training.num_gpus": 2}
+    assert flip["changes"] == {"training.batch_size": 4, "training.num_gpus": 2, "training.use_fsdp2": True}
+    assert flip["phases"] == {"fsdp2": True}
     effect = wait_for(run, "flip_effect", 1)
     assert effect["revision"] == 2 and effect["cold"] and effect["ci95"][0] <= effect["ratio"] <= effect["ci95"][1]
     assert len(runfolder.read_heartbeats(run.folder)) == 2 and run.current_config.training.num_gpus == 2
