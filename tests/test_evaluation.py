@@ -1,6 +1,7 @@
 """Metrics say how good the model is: not how it was batched, on how many ranks, or in which order."""
 
 import dataclasses
+import json
 import threading
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from upsnb import evaluation, metrics, parallel
 from upsnb.config import EvaluationConfig
 from upsnb.data.batches import invert_square, transform_square
-from upsnb.evaluation import evaluate
+from upsnb.evaluation import evaluate, spread
 from upsnb.parallel import Ranks
 
 
@@ -255,3 +256,22 @@ def test_fewer_samples_than_examples_are_all_kept(setup, tmp_path):
     evaluation.save_examples(path, setup.model, datasets, results, EvaluationConfig(num_examples=3), "cpu")
     with np.load(path) as arrays:
         assert len(arrays["darcy/samples"]) == 2
+
+
+@pytest.mark.parametrize(("count", "fraction", "expected"), [(8, 0.25, 2), (8, 1.0, 8), (3, 0.01, 1), (0, 0.5, 0)])
+def test_a_share_of_a_split_is_spread_over_all_of_it(count, fraction, expected):
+    chosen = spread(np.arange(count), fraction)
+    assert len(chosen) == len(set(chosen)) == expected
+    assert expected < 2 or np.ptp(np.diff(chosen)) <= 1
+
+
+def test_validation_on_a_share_measures_only_it_and_the_report_all(tiny_config, train_here, tmp_path):
+    config = tiny_config(**{"evaluation.fraction": 0.5, "evaluation.split": "validation"})
+    (event,) = (event for event in train_here(config, tmp_path) if event["kind"] == "eval")
+    assert event["fraction"] == 0.5
+    whole = json.loads((tmp_path / "evaluation.json").read_text())["datasets"]
+    reported = {name: splits["validation"] for name, splits in whole.items()}
+    assert any(
+        event["val_nrmse"][name] != result.get("rollout_nrmse_mean", result["nrmse_mean"])
+        for name, result in reported.items()
+    )

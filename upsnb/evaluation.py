@@ -54,11 +54,13 @@ def evaluate(
     config: EvaluationConfig,
     ranks: Ranks,
     alive: Callable[[], None] = lambda: None,
+    fraction: float = 1.0,
 ) -> dict[str, dict]:
     """Metrics of every dataset on one split; all ranks enter, each takes a share of the samples.
 
     Args:
         alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
+        fraction: share of the split's samples that is measured, the same ones each time.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
         "per_sample": {...}, "per_time": {...}}}, the same on every rank.
@@ -67,7 +69,7 @@ def evaluate(
     model.eval()
     results = {}
     for name, dataset in datasets.items():
-        samples = dataset.splits[split]
+        samples = spread(dataset.splits[split], fraction)
         if len(samples) == 0:
             continue
         share = samples[ranks.rank :: ranks.world_size]
@@ -82,6 +84,12 @@ def evaluate(
         results[name] = _summary(dataset, samples, merged)
     model.train(was_training)
     return results
+
+
+def spread(samples: np.ndarray, fraction: float) -> np.ndarray:
+    """That share of samples, evenly from all over them; one at least, where there are any."""
+    count = min(len(samples), max(1, round(fraction * len(samples))))
+    return samples[(np.arange(count) * len(samples)) // max(count, 1)]
 
 
 def _forecasts(model, dataset, chosen, config, device) -> Iterator[tuple]:

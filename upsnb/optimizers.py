@@ -170,6 +170,10 @@ class Plateau:
         if self.waited >= self.config.plateau_patience:
             self.factor, self.waited = self.factor * self.config.plateau_factor, 0
 
+    def forget(self) -> None:
+        """Start waiting anew: values to come are not comparable with those so far."""
+        self.best, self.waited = math.inf, 0
+
     def state_dict(self) -> dict:
         return {"factor": self.factor, "best": self.best, "waited": self.waited}
 

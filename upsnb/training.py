@@ -72,6 +72,7 @@ class Position:
     best: float = math.inf  # lowest validation nRMSE so far
     best_step: int = -1
     waited: int = 0  # validations since then
+    validated_fraction: float = 1.0  # share of the validation split that these were measured on
 
 
 class Loop:
@@ -362,9 +363,13 @@ class Loop:
         """Measure the validation split with the averaged weights; returns "patience" when it is time to stop."""
         if not any(len(dataset.splits["validation"]) for dataset in self.setup.datasets.values()):
             return None
-        position = self.position
+        position, fraction = self.position, self.config.evaluation.fraction
         self.validated_step = position.step
-        scores = {name: _headline(result) for name, result in self._evaluate("validation").items()}
+        if fraction != position.validated_fraction:  # other samples, other errors: none of them can be beaten
+            position.validated_fraction, position.best, position.waited = fraction, math.inf, 0
+            self.setup.plateau.forget()
+        results = self._evaluate("validation", fraction=fraction)
+        scores = {name: _headline(result) for name, result in results.items()}
         score = float(np.mean(list(scores.values())))
         improved = score < position.best
         position.waited = 0 if improved else position.waited + 1
@@ -379,6 +384,7 @@ class Loop:
                 epoch=position.epoch,
                 time_s=round(self._elapsed(), 3),
                 split="validation",
+                fraction=fraction,
                 val_nrmse=scores,
                 best=improved,
             )
@@ -389,12 +395,12 @@ class Loop:
         patience = self.config.training.patience
         return "patience" if patience is not None and position.waited >= patience else None
 
-    def _evaluate(self, split: str, examples: Path | None = None) -> dict:
-        """Metrics of the split from all ranks; rank 0 also writes example forecasts where a path is given."""
+    def _evaluate(self, split: str, examples: Path | None = None, fraction: float = 1.0) -> dict:
+        """Metrics of a share of the split from all ranks; rank 0 writes example forecasts where a path is given."""
         setup, settings = self.setup, self.config.evaluation
         # Eager: other batch sizes would compile anew, for one call each.
         with evaluation.judged_model(setup) as model, torch.compiler.set_stance("force_eager"):
-            results = evaluation.evaluate(model, setup.datasets, split, settings, self.ranks, self._beat)
+            results = evaluation.evaluate(model, setup.datasets, split, settings, self.ranks, self._beat, fraction)
             if examples and self.ranks.rank == 0:
                 evaluation.save_examples(examples, model, setup.datasets, results, settings, self.ranks.device)
         return results
