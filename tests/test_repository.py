@@ -270,6 +270,14 @@ def test_every_path_in_a_document_exists(path):
         assert (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
+def test_readme_says_what_every_module_and_notebook_is_for():
+    text = (ROOT / "README.md").read_text()
+    tree = text[text.index("## Tree") :]
+    listed = re.findall(r"^ +(\w+)\.py  ?", tree, re.MULTILINE)
+    assert sorted(listed) == sorted(module.rpartition(".")[2] for module in MODULES)
+    assert all(f"`notebooks/{path.name}`" in text for path in NOTEBOOKS)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
 def test_notebook_is_committed_without_outputs(path):
     for number, cell in enumerate(json.loads(path.read_text())["cells"]):
