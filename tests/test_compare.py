@@ -101,7 +101,7 @@ def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_p
     assert arms[:6] == ["baseline", "optimized", NOISE, NOISE, "optimized", "baseline"], "A B .. B A"
 
     report = compare.compare_report(tmp_path / "ab", {"speedup": 0.01}, price_per_hour=3600.0)
-    assert report["speedup"]["num_rounds"] == report["aa_ratio"]["num_rounds"] > 1
+    assert report["speedup"]["num_rounds"] > 1 and report["aa_ratio"]["num_rounds"] > 1
     seen = {one["samples"] for those in report["arms"].values() for one in those}
     assert len(seen) == 1, "all arms see the same samples"
     (first,), (noise,) = report["arms"]["baseline"], report["arms"][NOISE]

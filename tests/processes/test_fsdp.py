@@ -55,7 +55,7 @@ CASES = {  # name: (settings, steps, {step: flip})
     "flips": ({"optimizer.name": "adamw"}, 12, FLIPS),
     "bfloat16": ({"optimizer.name": "adamw", "training.amp": True, "training.amp_dtype": "bfloat16"}, 6, {}),
 }
-ON_FOUR_RANKS = ("adamw", "muon")
+ON_FOUR_RANKS = ("muon",)
 ROUGH = (
     "muon",
     "flips",
