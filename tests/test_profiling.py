@@ -9,6 +9,7 @@ from torch import nn
 
 from upsnb import counting, hardware, optimizers, phases, profiler, profiling, ranges, runfolder, runs, traces
 from upsnb.data.batches import Loader
+from upsnb.errors import RunError
 
 INVERSE = {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1}
 
@@ -130,6 +131,18 @@ def test_a_run_that_ends_first_leaves_nothing_recording(tiny_config, train_here,
     train_here(tiny_config(), tmp_path, ask)
     assert not runfolder.read_events(tmp_path, ("profile",))
     assert ranges._Current.recorder is None
+
+
+def test_a_run_that_cannot_be_profiled_says_why_at_once(tiny_config, tmp_path):
+    runfolder.create(tiny_config(), tmp_path)
+    run = runs.Run(tmp_path)
+    run.pause()
+    with pytest.raises(RunError, match="is paused .* -> run.resume"):
+        profiling.take(run)
+    run.resume()
+    runfolder.update_manifest(tmp_path, status="finished")
+    with pytest.raises(RunError, match="the run finished before its profile was done -> profile a longer run"):
+        profiling.take(run)
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------

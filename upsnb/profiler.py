@@ -145,8 +145,9 @@ class Profiler:
         try:  # a profile that fails is no reason to end a training
             self.profile.export_chrome_trace(str(path))
             record["trace"] = traces.read(path, self.num_traced)
-            flops = counting.flops_per_microbatch(self.config, self.setup.datasets)
-            record["flops_per_step"] = sum(flops.values()) / len(flops) * self.config.training.accum_steps
+            if self.ranks.rank == 0:  # the same for all
+                flops = counting.flops_per_microbatch(self.config, self.setup.datasets)
+                record["flops_per_step"] = sum(flops.values()) / len(flops) * self.config.training.accum_steps
         except (RuntimeError, ValueError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
         self.profile = None

@@ -46,8 +46,10 @@ def take(run: Run, timeout_s: float = SECONDS_TO_PROFILE) -> dict:
     """Ask a live run for a profile and wait for its `profile` event.
 
     Raises:
-        RunError: the run ended before, or its ranks could not be profiled; says why.
+        RunError: the run is paused, ended before, or its ranks could not be profiled; says why.
     """
+    if runfolder.read_control(run.folder).paused:
+        raise RunError(f"{run.folder}: is paused and takes no steps -> run.resume() first")
     revision, deadline = run.profile(), time.monotonic() + timeout_s
     while True:
         status = run.status()  # before the events, so that the last ones of a run are not missed
@@ -74,7 +76,8 @@ def partition(record: Mapping) -> dict[str, float]:
 
     Times of parts are those of undisturbed steps. How much of a part computes, communicates or waits comes from traced
     ones: on CUDA in milliseconds, because a trace leaves kernels as they are; on the CPU, where it slows operators down
-    as well, in proportion.
+    as well, in proportion. Gaps on the CPU are an estimate from above, because a trace slows down what is between two
+    operators the most.
     """
     totals = dict.fromkeys(SHARES, 0.0)
     nothing = {"range_ms": 0.0, "busy_ms": 0.0, "communication_ms": 0.0}

@@ -31,7 +31,14 @@ OTHERWISE = {  # notebook: parameters beside or instead of the preset
         "block_s": 1.0,
         "rounds": 2,
     },
-    "05_scaling": {"preset": "smoke", "ranks": [2], "modes": ["weak"], "block_s": 2.0, "rounds": 2},
+    "05_scaling": {
+        "preset": "smoke",
+        "ranks": [2],
+        "wrappers": ["fsdp2"],
+        "modes": ["weak"],
+        "block_s": 2.0,
+        "rounds": 2,
+    },
     "08_profile": {"preset": "smoke", "warm_up_s": 1.0},
 }
 
