@@ -8,7 +8,7 @@ import pytest
 
 from upsnb import launch, overlays, runfolder, training
 from upsnb.errors import ConfigError
-from upsnb.flips import steady_steps_before, throughput_ratio
+from upsnb.flips import Flips, steady_steps_before, throughput_ratio
 from upsnb.parallel import Ranks
 from upsnb.runfolder import Launch
 from upsnb.supervisor import Supervisor
@@ -59,6 +59,22 @@ def asking(folder, requests):
 
 def kinds(events, *chosen):
     return [event for event in events if event["kind"] in chosen]
+
+
+def test_a_flip_right_after_another_is_not_compared_with_what_ran_before_both(tiny_setup, tmp_path):
+    setup = tiny_setup()
+    folder = runfolder.create(setup.config, tmp_path / "run")
+    events = runfolder.EventWriter(folder)
+    asked, done = Flips(setup.config, setup, Ranks(), events, folder, Launch()), 0
+    for revision, samples_per_s, num_steps in ((0, 100.0, 40), (1, 10.0, 4), (2, 10.0, 40), (3, 20.0, 40)):
+        if revision:
+            assert asked.apply(revision, {"optimizer.lr": 1e-3 * revision}, done) == "changed"
+        for _ in range(num_steps):
+            done += 1
+            asked.observe(done, samples_per_s, 10.0, True)
+    events.close()
+    effects = runfolder.read_events(folder, ("flip_effect",))
+    assert [(effect["revision"], effect["ratio"]) for effect in effects] == [(3, 2.0)]
 
 
 def test_an_asked_checkpoint_is_saved_once_and_is_no_flip(tiny_config, tmp_path, train_here):

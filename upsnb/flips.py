@@ -128,6 +128,8 @@ class Flips:
             duration_ms=round(1e3 * duration_s, 3),
         )
         if described["changes"]:
+            if self.after is not None:  # the last flip is not measured yet: steps before it would tell of both
+                self.before = deque(self.after, maxlen=WINDOW_STEPS)
             self.after, self.flipped = [], {"revision": self.revision, "cold": outcome["cold"], **described}
             if not outcome["cold"]:
                 self.memory_before = self._memory()
