@@ -215,6 +215,17 @@ def test_a_request_is_answered_by_its_own_flip_or_a_later_one(tmp_path):
     assert followed.answer(7, "fsdp2") == "fsdp2: refused. no ranks"
 
 
+def test_a_cold_flip_is_relaunching_until_it_is_answered(tmp_path):
+    followed = history(tmp_path, step_event(1), {"kind": "relaunch", "time": 1002.0, "step": 1, "revision": 1})
+    said = [followed.answer(1, "FSDP2 on")]
+    for event in ({**START, "step": 1}, step_event(2), flip_event(1, 2, cold=True, phases={"fsdp2": True})):
+        say(tmp_path, event)
+        followed.read()
+        said.append(followed.answer(1, "FSDP2 on"))
+    assert said == ["FSDP2 on: relaunching from a checkpoint"] * 3 + ["FSDP2 on: applied at step 2"]
+    assert not followed.relaunching and followed.flips[0].what == "FSDP2"
+
+
 def test_what_was_left_out_of_a_flip_is_listed_with_its_reason(tmp_path):
     skipped = flip_event(1, 5, changes={}, phases={}, skipped={"fused": "needs <CUDA>"})
     followed = history(tmp_path, *(step_event(k) for k in range(1, 20)), skipped)

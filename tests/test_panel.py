@@ -63,7 +63,7 @@ def test_requested_and_applied_are_shown_apart(folder):
     assert not toggle.value and "off, as started" in card.value
     toggle.value = True
     assert control(folder) == CHECKPOINTING
-    assert toggle.value and "on requested; now off, as started" in card.value and "requested" in shown._note.value
+    assert toggle.value and "on, requested; now off, as started" in card.value and "requested" in shown._note.value
     answer(folder, 1, CHECKPOINTING, **SWITCHED)
     shown.refresh()
     assert toggle.value and "on since step 21" in card.value and "requested" not in card.value
@@ -89,7 +89,8 @@ def test_a_conflict_is_explained_and_not_sent(folder, tiny_config):
     shown = Panel(runs.Run.attach(folder))
     shown.refresh()
     toggle, card = shown._toggles["foreach"], shown._cards["foreach"]
-    assert "conflicts with other settings: optimizer.foreach" in card.value and not toggle.disabled
+    assert ">conflicts with another setting: AdamW is either fused or foreach<" in card.value and not toggle.disabled
+    assert 'title="optimizer.foreach: AdamW is either fused or foreach -&gt; switch one of them off"' in card.value
     toggle.value = True
     assert "not sent: optimizer.foreach: AdamW is either fused or foreach" in card.value
     assert not toggle.value and not (folder / runfolder.CONTROL).exists()
@@ -101,6 +102,8 @@ def test_the_runs_own_machine_decides_what_can_be_switched(folder):
     assert shown._toggles["optimizer_offload"].disabled, "AdamW steps in host memory already"
     missing = {name for name, toggle in shown._toggles.items() if toggle.disabled}
     assert missing and all("cannot run here: " in shown._cards[name].value for name in missing)
+    assert ">cannot run here: FlexAttention has no backward pass on the CPU<" in shown._cards["fused"].value
+    assert "set it to sdpa or math" in shown._cards["fused"].value, "the remedy where the pointer rests"
     runfolder.update_manifest(folder, hardware=CUDA)
     elsewhere = Panel(runs.Run.attach(folder))
     elsewhere.refresh()
@@ -140,7 +143,7 @@ def test_back_to_baseline_drops_every_change(folder):
     shown.refresh()
     next(button for button in shown._askers if button.description == "Back to baseline").click()
     assert control(folder) == {} and runfolder.read_control(folder).revision == 2
-    assert "off requested; now on since step 21" in shown._cards["activation_checkpointing"].value
+    assert "off, requested; now on since step 21" in shown._cards["activation_checkpointing"].value
 
 
 @pytest.mark.parametrize("name", asking.PRESETS[1:])
@@ -157,7 +160,7 @@ def test_every_preset_can_be_asked_of_a_run(folder, name, hardware):
     if name == "conservative":
         assert reached.training.compile and reached.training.amp_dtype == "bfloat16"
         assert reached.training.cpu_offload_optimizer == (hardware == "cuda")
-        assert ("left out optimizer_offload" in shown._said) == (hardware == "cpu")
+        assert ("left out optimizer offload" in shown._said) == (hardware == "cpu")
 
 
 def test_clicks_from_many_threads_during_redraws_all_arrive(folder):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from upsnb import hardware as machines
 from upsnb import overlays, phases, runfolder
 from upsnb.config import RunConfig
@@ -13,6 +16,24 @@ from upsnb.runs import Run
 AS_STARTED, BASELINE = "as started", "baseline"
 FILES = ("conservative", "aggressive", "2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized")
 PRESETS = (AS_STARTED, BASELINE, *FILES)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a phase cannot be switched on."""
+
+    kind: str
+    problems: list[str]  # whole: setting, what is wrong, remedy
+    final: bool  # it is the machine's; otherwise changing other settings clears the way
+
+    @property
+    def sentence(self) -> str:
+        """The first problem without its setting and remedy: `cannot run here: no backward pass on the CPU`."""
+        said = self.problems[0].partition(" -> ")[0]
+        for heading in (r"^[\w.]+: ", r"^\S+ cannot run here: "):
+            said = re.sub(heading, "", said)
+        more = len(self.problems) - 1
+        return f"{self.kind}: {said}" + (f" (and {more} more)" if more else "")
 
 
 class Asking:
@@ -53,13 +74,16 @@ class Asking:
             raise ConfigError(problems, phase.name)
         return self.run.flip(phase.name, on)
 
-    def is_conflict(self, phase: Phase, desired: RunConfig) -> bool:
-        """Whether other settings, not the machine, stand against a phase: changing them clears its way."""
+    def obstacle(self, phase: Phase, desired: RunConfig) -> Obstacle | None:
+        """What stands against switching a phase on; None where nothing does."""
+        problems = phases.unmet(phase, desired, self.hardware)
+        if not problems:
+            return None
         try:
             overlays.apply(desired, phase.on)
         except ConfigError:
-            return True
-        return False
+            return Obstacle("conflicts with another setting", problems, final=False)
+        return Obstacle("cannot run here", problems, final=True)
 
     def preset(self, name: str) -> tuple[dict, dict[str, str]]:
         """What a preset asks of this run: the settings that may change in it.

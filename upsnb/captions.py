@@ -7,6 +7,7 @@ import time
 from html import escape
 
 from upsnb.follow import Flip, History, plain
+from upsnb.phases import Phase, label
 from upsnb.progress import duration
 
 STYLE = """<style>
@@ -15,14 +16,21 @@ font-weight:600;color:var(--ink)}
 .ups-pill{border:1px solid var(--line);border-radius:10px;padding:1px 9px;font-weight:600;white-space:nowrap}
 .ups-bar{height:6px;border-radius:3px;background:var(--line);margin:7px 0 4px;overflow:hidden}
 .ups-bar div{height:100%;background:#0072B2}
-.ups-card{padding:2px 1px 4px;min-height:34px}.ups-card em{font-style:normal;color:var(--dim);white-space:nowrap}
+.ups-card{padding:3px 4px 5px 6px;min-height:34px}.ups-card em{font-style:normal;color:var(--dim);white-space:nowrap}
 .ups-card em+em:before{content:"\\00b7";margin:0 5px}
-.ups-note{border-left:3px solid #D55E00;padding:1px 0 1px 8px;margin:2px 0;overflow-wrap:anywhere}
-.ups-note.calm{border-color:#0072B2}
+.ups-note{border-left:3px solid #D55E00;padding:1px 0 1px 8px;margin:4px 0;overflow-wrap:anywhere}
+.ups-note.calm{border-color:#0072B2}.ups-note.why{border-color:var(--line);color:var(--dim)}
 .ups-toggle.mod-active,.ups-toggle.mod-active:hover{background:#0072B2!important;color:#fff!important}
+.ups-panel button.mod-active:before{content:"\\2713";margin-right:5px}
 .ups-toggle.ups-asked{outline:2px dashed #E69F00;outline-offset:-2px}
-.ups-toggle:focus-visible{outline:2px solid var(--jp-brand-color1,#0072B2);outline-offset:1px}
-.ups-panel{max-width:1500px;overflow:hidden}.ups-panel .widget-label{color:var(--jp-ui-font-color1,currentColor)}
+.ups-panel :is(button,input,select):focus-visible{
+outline:2px solid var(--jp-brand-color1,#0072B2)!important;outline-offset:1px}
+.ups-panel{max-width:1500px;overflow:hidden;padding:6px 10px 10px!important}
+.ups-panel .widget-label{color:var(--jp-ui-font-color1,currentColor)}
+.ups-fields{align-items:end;padding:2px 0 6px}
+.ups-fields>.widget-inline-hbox{flex-direction:column;align-items:stretch;width:auto;height:auto}
+.ups-fields>.widget-inline-hbox .widget-label{width:auto!important;text-align:left;line-height:18px;height:18px}
+.ups-fields>.widget-inline-hbox input{width:100%;flex:none;height:28px}
 </style>"""
 NUMBER = ' class="num"'
 SYMBOLS = {"starting": "\u25cc", "running": "\u25b6", "stopping": "\u25a0", "finished": "\u2713", "failed": "\u2717",
@@ -74,15 +82,20 @@ def _said(event: dict) -> str:
     )
 
 
-def switch(state: str, promised: float | None, hot: bool, numerics: str, problem: str = "") -> str:
-    """What stands below a phase's toggle: its state, what was promised, and what it costs in exactness."""
-    badges = [f"promised \u00d7{promised:.2f}"] if promised else []
-    badges += ["hot" if hot else "cold", numerics]
+def switch(phase: Phase, state: str, problem: str = "", whole: str = "") -> str:
+    """What stands below a phase's toggle: its state, what was promised, and what it costs in exactness.
+
+    Args:
+        problem: why it cannot be switched on, in a sentence.
+        whole: the same in full, shown when the pointer rests on it.
+    """
+    badges = [f"promised \u00d7{phase.expected.factor:.2f}"] if phase.expected else []
+    badges += ["hot" if phase.hot else "cold", phase.numerics]
     hints = {"hot": "changes between two steps", "cold": "needs a relaunch from a checkpoint",
              "identical": "losses do not change", "rounding": "losses change by rounding",
              "different": "another computation"}  # fmt: skip
     marks = "".join(f'<em title="{hints.get(badge, "published, not measured")}">{badge}</em>' for badge in badges)
-    note = f'<div class="ups-note">{escape(problem)}</div>' if problem else ""
+    note = f'<div class="ups-note why" title="{escape(whole)}">{escape(problem)}</div>' if problem else ""
     return f'<div class="ups ups-card"><div>{escape(state)}</div><div>{marks}</div>{note}</div>'
 
 
@@ -105,7 +118,7 @@ def flips(history: History, promised: dict[str, float]) -> str:
         if not flip.applied:
             came = f"refused: {escape(flip.why)}"
         elif not flip.changes:
-            came = escape("; ".join(f"{name} left out: {reason}" for name, reason in flip.skipped.items()))
+            came = escape("; ".join(f"{label(name)} left out: {reason}" for name, reason in flip.skipped.items()))
         elif flip.measured:
             came = escape(flip.measured)
         elif history.flips[-1] is flip and history.end is None:
@@ -114,7 +127,8 @@ def flips(history: History, promised: dict[str, float]) -> str:
             came = '<span class="dim">too few steady steps on either side</span>'
         factors = [promised[name] for name, on in flip.phases.items() if on and name in promised]
         claim = f"\u00d7{math.prod(factors):.2f}" if factors else ""
-        took = f"{flip.duration_ms:,.0f} ms" if flip.duration_ms is not None and flip.applied else ""
+        took = flip.duration_ms if flip.applied else None
+        took = "" if took is None else f"{took:,.0f} ms" if took < 1e4 else f"{took / 1e3:,.1f} s"
         cells = (f"{number}", f"{flip.step:,}", claim, took)
         number_cell, step_cell, claim_cell, took_cell = (f'<td class="num">{cell}</td>' for cell in cells)
         settings = escape(", ".join(f"{path} {plain(value)}" for path, value in flip.changes.items()))

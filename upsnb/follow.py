@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from upsnb.events import Tail
+from upsnb.phases import label
 
 MOST_BUCKETS = 300  # of a curve; each has a least and a greatest value, so a curve has at most 600 points
 MOST_WARNINGS = 20
@@ -94,10 +95,10 @@ class Flip:
 
     @property
     def what(self) -> str:
-        """`bf16`, `compile off`, `batch_size 32`."""
-        parts = [name if on else f"{name} off" for name, on in self.phases.items()]
+        """`bf16`, `compile off`, `batch size 32`."""
+        parts = [label(name) if on else f"{label(name)} off" for name, on in self.phases.items()]
         if not parts:
-            parts = [f"{path.rpartition('.')[2]} {plain(value)}" for path, value in self.changes.items()]
+            parts = [f"{label(path.rpartition('.')[2])} {plain(value)}" for path, value in self.changes.items()]
         if not parts:
             return "request"  # a refused one; the event does not say what was asked
         return ", ".join(parts) if len(parts) <= 3 else f"{parts[0]} and {len(parts) - 1} more"
@@ -132,7 +133,7 @@ class History:
     epoch: int = 0
     flips: list[Flip] = field(default_factory=list)
     paused: bool = False
-    relaunching: bool = False  # for a cold flip
+    relaunching: bool = False  # for a cold flip, until that is answered
     evaluation: dict | None = None  # the latest `eval` event
     checkpoint: dict | None = None
     message: str = ""  # what the run said last, in words
@@ -196,7 +197,7 @@ class History:
 
     def _take(self, kind: str, event: dict) -> None:
         if kind == "start":
-            self.start, self.end, self.paused, self.relaunching = event, None, False, False
+            self.start, self.end, self.paused = event, None, False
         elif kind == "segment":
             self.num_launches += 1
         elif kind == "flip":
@@ -213,7 +214,7 @@ class History:
         elif kind == "checkpoint":
             self.checkpoint = event
         elif kind == "end":
-            self.end, self.paused = event, False
+            self.end, self.paused, self.relaunching = event, False, False
         elif kind == "progress":
             self.message = event["message"]
         elif kind in ("warning", "guard"):
@@ -223,7 +224,7 @@ class History:
         names = ("revision", "step", "applied", "changes", "phases", "reason", "duration_ms")
         flip = Flip(**{name: event.get(name) for name in names})
         flip.cold, flip.skipped = event.get("cold", False), event.get("skipped", {})
-        self._by_revision[flip.revision] = flip
+        self._by_revision[flip.revision], self.relaunching = flip, False
         if flip.changes or flip.skipped or not flip.applied:
             self.flips.append(flip)
 
@@ -231,7 +232,9 @@ class History:
         """What came of a request; one of several in quick succession is answered together with the last."""
         flip = next((flip for flip in self._by_revision.values() if flip.revision >= revision), None)
         if flip is None:
-            return f"{what}: requested" if self.end is None else f"{what}: requested too late, the run has ended"
+            if self.end is not None:
+                return f"{what}: requested too late, the run has ended"
+            return f"{what}: " + ("relaunching from a checkpoint" if self.relaunching else "requested")
         if not flip.applied:
             return f"{what}: refused. {flip.why}"
         return f"{what}: applied at step {flip.step:,}" + ("" if flip.changes else ", and nothing had to change")

@@ -149,7 +149,7 @@ class Panel:
         self._head, self._note, self._plots, self._table = (widgets.HTML(layout=full) for _ in range(4))
         self._toggles: dict[str, widgets.ToggleButton] = {}
         self._cards: dict[str, widgets.HTML] = {}
-        ladder, extras = ([self._switch(phase) for phase in group] for group in (PHASES, EXTRAS))
+        ladder, extra = (self._grid([self._switch(phase) for phase in group]) for group in (PHASES, EXTRAS))
         self._fields = {path: self._field(path, *texts) for path, texts in CONTROLS.items()}
         actions = {
             "Pause": ("keep everything in memory and wait", lambda: self.run.pause()),
@@ -158,9 +158,8 @@ class Panel:
             "Stop": ("finish the step, save, evaluate and end", lambda: self.run.stop()),
         }
         self._actions = {name: self._button(name, *action) for name, action in actions.items()}
-        self._send = self._button("Apply settings", "ask for the numbers on the left at once", self._send_fields)
-        self._preset = widgets.Dropdown(options=PRESETS, layout=widgets.Layout(width="150px"))
-        self._preset.add_class("ups-preset")
+        self._send = self._button("Apply settings", "ask for the numbers beside at once", self._send_fields)
+        self._preset = widgets.Dropdown(options=PRESETS, layout=widgets.Layout(width="150px")).add_class("ups-preset")
         use = self._button("Apply preset", "ask for the preset's settings at once", self._send_preset)
         back = self._button("Back to baseline", "drop every change: the config the run was started with", self._back)
         self._askers = [self._send, use, back]
@@ -172,36 +171,37 @@ class Panel:
             options=["step", "time"], tooltips=["over optimizer steps", "over seconds of training"],
             style={"button_width": "70px"}, layout=widgets.Layout(width="auto"),
         )  # fmt: skip
-        self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself")
-        self._terms.layout.width = "110px"
+        wide = widgets.Layout(width="130px")
+        self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
         for chosen in (self._axis, self._terms, self._price):
             chosen.observe(lambda change: self.refresh(), "value")
-        more = widgets.Accordion([self._grid(extras)], selected_index=None)
-        more.set_title(0, "More switches, no part of the published ladder")
-        style = widgets.HTML(charts.STYLE + captions.STYLE, layout=widgets.Layout(display="none"))
+        more = widgets.ToggleButton(description="more switches", tooltip="beside the published ladder", layout=wide)
+        extra.layout.display = "none"  # by a button: an accordion cannot be opened from the keyboard
+        more.observe(lambda change: setattr(extra.layout, "display", "grid" if change["new"] else "none"), "value")
         row = widgets.Layout(display="flex", flex_flow="row wrap", align_items="center", width="100%")
         self.box = widgets.VBox(
             [
-                style,
+                widgets.HTML(charts.STYLE + captions.STYLE, layout=widgets.Layout(display="none")),
                 self._head,
                 widgets.HBox([*self._actions.values(), self._preset, use, back, self._price], layout=row),
                 self._note,
-                self._grid(ladder),
-                widgets.HBox([*self._fields.values(), self._send], layout=row),
+                ladder,
+                more,
+                extra,
+                self._grid([*self._fields.values(), self._send], 140).add_class("ups-fields"),
                 widgets.HBox([self._axis, self._terms], layout=row),
                 self._plots,
                 self._table,
-                more,
             ]
         )
         self.box.add_class("ups-panel")
 
-    def _grid(self, children: list) -> widgets.GridBox:
-        columns = "repeat(auto-fill, minmax(225px, 1fr))"
+    def _grid(self, children: list, least: int = 225) -> widgets.GridBox:
+        columns = f"repeat(auto-fill, minmax({least}px, 1fr))"
         return widgets.GridBox(children, layout=widgets.Layout(grid_template_columns=columns, grid_gap="4px 12px"))
 
     def _switch(self, phase: Phase) -> widgets.VBox:
-        label = f"{phase.number}  {phase.name}" if phase.number else phase.name
+        label = " ".join(filter(None, (str(phase.number or ""), phases.label(phase.name))))
         toggle = widgets.ToggleButton(description=label, tooltip=phase.sentence, layout=widgets.Layout(width="auto"))
         toggle.add_class("ups-toggle").add_class(f"ups-{phase.name}")
         toggle.observe(lambda change: self._clicked(phase, change["new"]), "value")
@@ -213,7 +213,7 @@ class Panel:
         least = 1 if path.endswith(("batch_size", "accum_steps", "frequency")) else 0
         field = kind(
             min=least, max=10**6, step=1e-4 if path == "optimizer.lr" else 1, description=name,
-            style={"description_width": "100px"}, layout=widgets.Layout(width="196px"),
+            style={"description_width": "initial"}, layout=widgets.Layout(width="auto"),
         )  # fmt: skip
         with contextlib.suppress(Exception):  # called description_tooltip before ipywidgets 8
             field.description_tooltip = tooltip
@@ -249,7 +249,8 @@ class Panel:
             if self._ours:
                 return
             try:
-                self._said, self._awaited = "", (self.asking.flip(phase, on), f"{phase.name} {'on' if on else 'off'}")
+                what = f"{phases.label(phase.name)} {'on' if on else 'off'}"
+                self._said, self._awaited = "", (self.asking.flip(phase, on), what)
                 self._problems.clear()
             except ConfigError as error:
                 self._problems[phase.name] = "not sent: " + "; ".join(error.problems)
@@ -273,7 +274,7 @@ class Panel:
             return self._back()
         asked, left_out = self.asking.preset(name)
         self._await(self.run.update(asked), name)
-        self._said = "; ".join(f"left out {phase}: {reason}" for phase, reason in left_out.items())
+        self._said = "; ".join(f"left out {phases.label(phase)}: {reason}" for phase, reason in left_out.items())
 
     def _back(self) -> None:
         self._await(self.run.back_to_start(), "the config the run was started with")
@@ -314,7 +315,8 @@ class Panel:
         for button in self._askers:
             button.disabled = not alive
         applied, desired = self.asking.configs()
-        shown_for = applied, desired, alive, len(self.history.flips), tuple(self._problems.items())
+        happened = len(self.history.flips), self.history.relaunching
+        shown_for = applied, desired, alive, *happened, tuple(self._problems.items())
         if shown_for != self._shown_for:
             self._shown_for = shown_for
             self._draw_switches(applied, desired, alive)
@@ -324,18 +326,17 @@ class Panel:
         for name, toggle in self._toggles.items():
             phase = BY_NAME[name]
             is_on, wanted = phases.is_on(phase, applied), phases.is_on(phase, desired)
-            missing = [] if wanted else phases.unmet(phase, desired, self.asking.hardware)
-            conflicts = bool(missing) and self.asking.is_conflict(phase, desired)
-            reason = "conflicts with other settings: " if conflicts else "cannot run here: "
+            obstacle = None if wanted else self.asking.obstacle(phase, desired)
             flip = captions.last_flip(self.history.flips, name, phase.on)
             state = ("on" if is_on else "off") + (f" since step {flip.step:,}" if flip else ", as started")
             if wanted != is_on:
-                state = f"{'on' if wanted else 'off'} requested; now {state}"
-            problem = self._problems.get(name) or (reason + "; ".join(missing) if missing else "")
-            toggle.value, toggle.disabled = wanted, not alive or bool(missing and not conflicts)
+                asked = "relaunching" if self.history.relaunching and not phase.hot else "requested"
+                state = f"{'on' if wanted else 'off'}, {asked}; now {state}"
+            problem = self._problems.get(name) or (obstacle.sentence if obstacle else "")
+            whole = "; ".join(obstacle.problems) if obstacle else ""
+            toggle.value, toggle.disabled = wanted, not alive or bool(obstacle and obstacle.final)
             (toggle.add_class if wanted != is_on else toggle.remove_class)("ups-asked")
-            promised = phase.expected.factor if phase.expected else None
-            self._cards[name].value = captions.switch(state, promised, phase.hot, phase.numerics, problem)
+            self._cards[name].value = captions.switch(phase, state, problem, whole)
 
     def _draw_fields(self, desired: RunConfig, alive: bool) -> None:
         for path, field in self._fields.items():

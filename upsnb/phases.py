@@ -250,6 +250,11 @@ EXTRAS = (
 BY_NAME = {phase.name: phase for phase in (*PHASES, *EXTRAS)}
 
 
+def label(name: str) -> str:
+    """A phase's name, or a setting's last key, as people write it: activation checkpointing, FSDP2."""
+    return {"fsdp2": "FSDP2", "nccl": "NCCL", "tf32": "TF32", "no_sync": name}.get(name, name.replace("_", " "))
+
+
 def is_on(phase: Phase, config: RunConfig) -> bool:
     """Whether a config has every setting of the phase."""
     return all(setting(config, path) == value for path, value in phase.on.items())
