@@ -34,7 +34,7 @@ def promise_and_measurement(report: Mapping, title: str = "") -> Figure:
     for ax, (kind, rows) in zip(axes, panels):
         _rows(ax, rows, names)
         ax.set_title(TITLES[kind])
-        over = "with it / without it" if kind == "leave_one_out" else "over the baseline's"
+        over = "with / without it" if kind == "leave_one_out" else "/ baseline's"
         ax.set_xlabel(f"throughput {over} [-]", fontsize=8.5)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.4, -0.6)

@@ -19,7 +19,7 @@ def smoke(clock: bool = True) -> dict:
     sections = yaml.safe_load((PARAMS / "smoke.yaml").read_text())
     if not clock:
         del sections["training"]["time_limit_s"]
-        sections["stages"] = {"operator": {"epochs": 4}}
+        sections["stages"] = {"operator": {"epochs": 2}}
     return sections
 
 
