@@ -172,12 +172,57 @@ def phase_table() -> str:
     return "\n".join(lines)
 
 
+def comparison() -> str:
+    """Committed reports of 02_compare, one after another."""
+    paths = sorted(REFERENCE.glob("compare*/report.json"))
+    return "\n\n".join(map(compared, paths)) if paths else "Not measured yet."
+
+
+def compared(path: Path) -> str:
+    report = json.loads(path.read_text())
+
+    def ratio(found: dict) -> str:
+        low, high = found["ci95"]
+        return f"{found['median']:.2f} [{low:.2f}, {high:.2f}]"
+
+    first, second = report["baseline"], report["optimized"]
+    quality, aa = report["time_to_quality_speedup"], report["aa_ratio"]
+    errors = ", ".join(f"{name} {value:.3f}" for name, value in report["nrmse_ratio"].items())
+    rates = {name: [run["samples_per_s"] for run in report["arms"][name]] for name in (first, second)}
+    lines = [
+        f"{second} against {first}, {where(report)}, {len(rates[first])} seed(s), interleaved:",
+        "",
+        "| | required | measured |",
+        "|---|---|---|",
+        f"| samples/s, {second} over {first} [95 % interval] | {named(report, 'speedup')} | {ratio(report['speedup'])} |",
+        f"| the same of two equal arms (A/A) | | {ratio(aa) if aa else 'not measured'} |",
+        f"| time to the baseline's quality, compilation included | | "
+        f"{f'{quality:.2f} times as fast' if quality else 'not reached'} |",
+        f"| test nRMSE over the baseline's | {named(report, 'nrmse_ratio')} | {errors} |",
+        f"| validation nRMSE above the baseline's | {named(report, 'loss_delta')} | {report['loss_delta']:+.4f} |",
+        f"| verdict | | {report['verdict']} |",
+    ]
+    return "\n".join(lines)
+
+
+def named(report: dict, name: str) -> str:
+    item = next((item for item in report["criteria"] if item["name"] == name), None)
+    return f"{item['required']:g} ({'holds' if item['passed'] else 'does not hold'})" if item else ""
+
+
 def conflicts() -> str:
     """Settings that exclude each other, as a run refuses them."""
     return "\n".join(f"- **{' x '.join(names)}**: {sentence}" for names, _, sentence in CONFLICTS)
 
 
-SECTIONS = {"phases": phase_table, "conflicts": conflicts, "measured": accuracy, "variants": variants, "quick": quick}
+SECTIONS = {
+    "phases": phase_table,
+    "conflicts": conflicts,
+    "compare": comparison,
+    "measured": accuracy,
+    "variants": variants,
+    "quick": quick,
+}
 
 
 def rewritten(text: str) -> str:
