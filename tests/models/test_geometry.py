@@ -1,7 +1,9 @@
 """Grids in unit coordinates: what blending, padding and resampling must keep, on rings and between walls."""
 
+import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from upsnb.models.geometry import grid_points, neighbours, pad, pad_axis, resample, sample_at
 
@@ -96,3 +98,24 @@ def test_resampling_to_any_grid_keeps_a_constant(shape, periodic):
 def test_resampling_to_the_same_grid_copies_nothing():
     field = torch.randn(1, 1, 8)
     assert resample(field, (8,), (True,)) is field
+
+
+@pytest.mark.parametrize("periodic", [True, False])
+def test_padding_wraps_around_or_repeats_the_edge_and_its_gradient_adds_up(periodic):
+    x = torch.arange(12.0).reshape(1, 3, 4).requires_grad_()
+    padded = pad(x, 2, 1, (periodic, periodic))
+    mode = "wrap" if periodic else "edge"
+    np.testing.assert_array_equal(padded.detach(), np.pad(x.detach(), ((0, 0), (2, 1), (2, 1)), mode=mode))
+    padded.sum().backward()
+    assert x.grad.sum() == padded.numel()
+
+
+def test_generated_code_has_no_index_whose_gradient_threads_would_share(make_model, make_spec):
+    """What torch 2.13 generates for it corrupts memory on the CPU, with two threads and large enough inputs."""
+    model = make_model([make_spec("darcy2d")])
+    decoder, z = model.decoders["darcy"], torch.randn(2, 16, 32, requires_grad=True)
+    step = lambda z: torch.autograd.grad(decoder(z, (16, 16)).sum(), z)[0]  # noqa: E731
+    graph = make_fx(step)(z)
+    assert not [
+        node for node in graph.graph.nodes if "index_add" in str(node.target) or "index_put" in str(node.target)
+    ]

@@ -16,10 +16,20 @@ def grid_points(shape: tuple[int, ...], device=None) -> Tensor:
 
 
 def pad_axis(x: Tensor, axis: int, before: int, after: int, periodic: bool) -> Tensor:
-    """Pad one axis by wrapping around or by repeating the edge."""
+    """Pad one axis by wrapping around, at most once, or by repeating the edge.
+
+    Made of slices, not by an index: its backward would add into rows that several threads share, and what torch 2.13
+    generates for that on the CPU corrupts memory.
+    """
     size = x.shape[axis]
-    index = torch.arange(-before, size + after, device=x.device)
-    return x.index_select(axis, index % size if periodic else index.clamp(0, size - 1))
+    if periodic:
+        return torch.cat((x.narrow(axis, size - before, before), x, x.narrow(axis, 0, after)), dim=axis)
+    sizes = list(x.shape)
+    sizes[axis] = before
+    head = x.narrow(axis, 0, 1).expand(sizes)
+    sizes[axis] = after
+    tail = x.narrow(axis, size - 1, 1).expand(sizes)
+    return torch.cat((head, x, tail), dim=axis)
 
 
 def pad(x: Tensor, before: int, after: int, periodic: tuple[bool, ...]) -> Tensor:
