@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from upsnb import launch, overlays, runfolder, training
+from upsnb import flips, launch, overlays, runfolder, training
 from upsnb.errors import ConfigError
 from upsnb.flips import Flips, steady_steps_before, throughput_ratio
 from upsnb.parallel import Ranks
@@ -75,6 +75,22 @@ def test_a_flip_right_after_another_is_not_compared_with_what_ran_before_both(ti
     events.close()
     effects = runfolder.read_events(folder, ("flip_effect",))
     assert [(effect["revision"], effect["ratio"]) for effect in effects] == [(3, 2.0)]
+
+
+def test_memory_before_a_flip_is_without_what_the_flip_takes(tiny_setup, tmp_path, monkeypatch):
+    setup, peak = tiny_setup(), [1.0]
+    folder = runfolder.create(setup.config, tmp_path / "run")
+    events = runfolder.EventWriter(folder)
+    asked = Flips(setup.config, setup, Ranks(), events, folder, Launch())
+    monkeypatch.setattr(flips, "peak_memory_gib", lambda device: peak[-1])
+    monkeypatch.setattr(asked, "_try_compiling", lambda: peak.append(2.0) or "")
+    for step in range(80):
+        if step == 40:
+            asked.apply(1, {"optimizer.lr": 1e-3}, step)
+        asked.observe(step, 100.0, 10.0, True)
+    events.close()
+    (effect,) = runfolder.read_events(folder, ("flip_effect",))
+    assert effect["memory_gib"] == [1.0, 2.0]
 
 
 def test_an_asked_checkpoint_is_saved_once_and_is_no_flip(tiny_config, tmp_path, train_here):

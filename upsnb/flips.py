@@ -62,6 +62,7 @@ class Flips:
         overlay = parallel.all_gather_objects(self.ranks, overlay)[0]
         old, since, started = self.setup.config, time.time(), time.perf_counter()
         new, skipped, cold, problem = old, {}, [], ""
+        memory_before = peak_memory_gib(self.ranks.device)  # without what the flip itself takes, such as compiling
         try:
             new = overlays.apply(self.base, overlay, "control.json")
             if new.training.on_missing == "skip":
@@ -87,7 +88,7 @@ class Flips:
             return RELAUNCH
         if self.ranks.rank == 0:
             outcome = {"applied": not failed, "reason": "; ".join(failed) or None, "skipped": skipped, "cold": False}
-            self._answer(step, old, new, time.perf_counter() - started, outcome)
+            self._answer(step, old, new, time.perf_counter() - started, outcome, memory_before)
         return CHANGED if new != old else NOTHING
 
     def _failures(self, problem: str) -> list[str]:
@@ -111,9 +112,17 @@ class Flips:
         trial, self.trial = self.trial, None
         old = overlays.apply(self.base, runfolder.read_manifest(self.folder)["applied"]["overlay"])
         outcome = {"applied": True, "reason": None, "skipped": trial["skipped"], "cold": True}
-        self._answer(step, old, self.setup.config, time.time() - trial["since"], outcome)
+        self._answer(step, old, self.setup.config, time.time() - trial["since"], outcome, None)
 
-    def _answer(self, step: int, old: RunConfig, new: RunConfig, duration_s: float, outcome: dict) -> None:
+    def _answer(
+        self,
+        step: int,
+        old: RunConfig,
+        new: RunConfig,
+        duration_s: float,
+        outcome: dict,
+        memory_before: float | None,
+    ) -> None:
         # The manifest first: who sees the event may ask for more on top of what is in force.
         runfolder.update_manifest(self.folder, applied={"revision": self.revision, "overlay": self._overlay(new)})
         described = self._difference(old, new)
@@ -131,8 +140,9 @@ class Flips:
             if self.after is not None:  # the last flip is not measured yet: steps before it would tell of both
                 self.before = deque(self.after, maxlen=WINDOW_STEPS)
             self.after, self.flipped = [], {"revision": self.revision, "cold": outcome["cold"], **described}
-            if not outcome["cold"]:
-                self.memory_before = self._memory()
+            if memory_before is not None:  # a cold flip knows it from the launch before
+                self.memory_before = memory_before
+                self._forget_peak()
 
     def _overlay(self, config: RunConfig) -> dict:
         return overlays.difference(self.base, config)
@@ -141,13 +151,11 @@ class Flips:
         switched = {phase.name: is_on(phase, new) for phase in PHASES if is_on(phase, new) != is_on(phase, old)}
         return {"changes": overlays.difference(old, new), "phases": switched}
 
-    def _memory(self) -> float:
-        """Peak since the last flip where the device can tell, else of the process so far."""
-        peak = peak_memory_gib(self.ranks.device)
+    def _forget_peak(self) -> None:
+        """Count peaks from here on where the device can; a process's resident peak never falls."""
         if self.ranks.device.type == "cuda":
-            self._highest = max(self._highest, peak)
+            self._highest = self.peak_memory_gib()
             torch.cuda.reset_peak_memory_stats(self.ranks.device)
-        return peak
 
     def peak_memory_gib(self) -> float:
         """Largest memory of this rank over the whole launch, flips or not."""
