@@ -86,6 +86,8 @@ class Lab:
             kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
             nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), self.folder / name)
         self.page.goto(self.url.replace("/lab?", f"/lab/tree/{name}?"))
+        # One that was open before comes back first.
+        self.page.wait_for_function("name => window.jupyterapp?.shell.currentWidget?.context?.path === name", arg=name)
         self._await_kernel()
 
     def reload(self) -> None:
