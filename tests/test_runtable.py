@@ -149,6 +149,14 @@ def test_runs_one_folder_deeper_are_found(tmp_path):
     assert sorted(runs.table(tmp_path)["run"]) == ["sweep/a", "sweep/b"]
 
 
+def test_runs_of_a_comparison_are_found_and_reports_are_no_runs(tmp_path):
+    make(tmp_path / "compare-1" / "runs" / "baseline-seed42")
+    for folder in (tmp_path / "compare-1", tmp_path / "memory-1", tmp_path / "reference" / "memory"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text("{}")
+    assert list(runs.table(tmp_path)["run"]) == ["compare-1/runs/baseline-seed42"]
+
+
 def test_empty_root_is_an_empty_table_and_no_root_an_error(tmp_path):
     table = runs.table(tmp_path)
     assert len(table) == 0 and {"run", "status", "created", "samples_per_s", "cause"} <= set(table)

@@ -49,7 +49,7 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
         cause: why the run failed or died, or the folder cannot be read.
 
     Args:
-        root: folder of run folders, directly in it or one level deeper; empty: where runs go by default.
+        root: folder of run folders, directly in it or up to two levels deeper; empty: where runs go by default.
     Raises:
         RunError: there is no such folder.
     """
@@ -72,10 +72,18 @@ def find_root(root: Path | str | None = None) -> Path:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Folders of runs, and those that ought to be; what starts with a dot is nobody's run."""
+    """Folders of runs, and those that ought to be; what starts with a dot is nobody's run.
+
+    A comparison or a ladder keeps its runs two levels deep; a report without runs of its own is passed over.
+    """
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        inner = [] if (folder / runfolder.MANIFEST).exists() else sorted(folder.glob(f"*/{runfolder.MANIFEST}"))
-        yield from (path.parent for path in inner) if inner else (folder,)
+        if (folder / runfolder.MANIFEST).exists():
+            yield folder
+            continue
+        inner = sorted(path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{runfolder.MANIFEST}"))
+        yield from (path.parent for path in inner)
+        if not inner and not any(path for depth in ("", "*/") for path in folder.glob(f"{depth}{REPORT}")):
+            yield folder
 
 
 def row(folder: Path, name: str) -> dict:
