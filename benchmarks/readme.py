@@ -210,6 +210,22 @@ def named(report: dict, name: str) -> str:
     return f"{item['required']:g} ({'holds' if item['passed'] else 'does not hold'})" if item else ""
 
 
+def overheads() -> str:
+    """What saving and watching cost."""
+    saves, panel = read("checkpoints/stall.json"), read("panel/panel.json")
+    ratio, interval = panel["training"]["throughput_with_over_without"], panel["training"]["ci95"]
+    low, high = saves["stall_ratio_range"]
+    return "\n".join(
+        (
+            f"- Saving {saves['size_mib']:.0f} MiB in the background stops training for {saves['stall_ratio_median']:.1%} of the time that",
+            f"  writing at once does ({low:.1%} to {high:.1%}; `benchmarks/checkpoints.py`).",
+            f"- The panel opens a run of {panel['num_steps']:,} steps in {panel['open_s']:.1f} s; a redraw at {panel['points_per_curve']} points takes",
+            f"  {panel['redraw_cpu_ms']:.1f} ms of the kernel and {panel['redraw_kilobytes']:.0f} kB; throughput with it over without:",
+            f"  {ratio:.3f} [{interval[0]:.3f}, {interval[1]:.3f}] (`benchmarks/panel.py`).",
+        )
+    )
+
+
 def conflicts() -> str:
     """Settings that exclude each other, as a run refuses them."""
     return "\n".join(f"- **{' x '.join(names)}**: {sentence}" for names, _, sentence in CONFLICTS)
@@ -219,6 +235,7 @@ SECTIONS = {
     "phases": phase_table,
     "conflicts": conflicts,
     "compare": comparison,
+    "overheads": overheads,
     "measured": accuracy,
     "variants": variants,
     "quick": quick,
