@@ -358,3 +358,9 @@ def test_unknown_format_is_refused(folder):
     runfolder.write_json(folder / "control.json", {"format": 9})
     with pytest.raises(RunError, match="format 9, this version reads 1"):
         runfolder.read_control(folder)
+
+
+def test_a_heartbeat_that_is_just_being_created_is_no_heartbeat_yet(folder):
+    (folder / "heartbeat.rank0").touch()
+    runfolder.Heartbeat(folder, 1).beat(3)
+    assert list(runfolder.read_heartbeats(folder)) == [1]

@@ -190,7 +190,7 @@ def read_heartbeats(folder: Path) -> dict[int, dict]:
     """Last sign of life by rank: `pid, step, beats, first` (step of the first beat), `time` and `state`."""
     beats = {}
     for path in sorted(Path(folder).glob("heartbeat.rank*")):
-        with contextlib.suppress(OSError, ValueError):  # a rank that is just creating its file
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a rank that is just creating its file
             entry = dict(part.split("=", 1) for part in path.read_text().split())
             numbers = {key: int(entry[key]) for key in ("pid", "step", "beats", "first")}
             beats[int(path.name.removeprefix("heartbeat.rank"))] = {
