@@ -85,6 +85,38 @@ def test_time_to_quality_is_the_first_validation_that_reaches_it():
     assert compare.time_to_quality(events, 0.4) is None
 
 
+def made_up_report(**changes) -> dict:
+    """What `compare_report` leaves, as far as the summary reads it."""
+    criteria = [
+        {"name": "speedup", "required": 3.0, "measured": 1.523, "passed": False},
+        {"name": "nrmse_ratio", "required": 1.03, "measured": 1.012, "passed": True},
+        {"name": "nonfinite_steps", "required": 0, "measured": 0, "passed": True},
+    ]
+    given = {"kind": compare.KIND, "baseline": "slow", "optimized": "fast", "arms": {"slow": [{}], "fast": [{}]}}
+    given |= {"interleaved": True, "aa_ratio": {"median": 1.004, "ci95": [0.987, 1.021], "num_rounds": 9}}
+    given |= {"speedup": {"median": 1.523, "ci95": [1.482, 1.561], "num_rounds": 9}, "time_to_quality_speedup": 1.25}
+    given |= {"nrmse_ratio": {"waves": 1.012, "darcy": 0.98}, "criteria": criteria, "verdict": "failed"}
+    return {**given, **changes}
+
+
+def test_the_summary_has_the_ratio_beside_its_noise_and_every_criterion_beside_its_measurement():
+    said = compare.summary(made_up_report())
+    assert "throughput: 1.523 [1.482, 1.561]" in said and "(A/A): 1.004 [0.987, 1.021]" in said
+    assert "1.25 times as fast" in said and "waves 1.012, darcy 0.98" in said
+    assert "speedup: required >= 3, measured 1.523, failed" in said
+    assert "nrmse_ratio: required <= 1.03, measured 1.012, passed" in said
+    assert said.endswith("verdict: failed")
+
+
+def test_the_summary_claims_nothing_that_was_not_measured():
+    known = {"median": 1.5, "ci95": [None, None], "num_rounds": 0}
+    said = compare.summary(
+        made_up_report(aa_ratio=None, speedup=known, time_to_quality_speedup=None, interleaved=False)
+    )
+    assert "throughput: 1.5 times" in said and "A/A" not in said
+    assert "time to quality: not reached" in said and "no interval" in said and "None" not in said
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_path):

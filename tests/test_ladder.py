@@ -104,6 +104,38 @@ def test_the_recommended_file_says_where_it_was_measured_and_loads(tmp_path):
     assert overlays.load(path).training.compile
 
 
+def made_up_report(*rows: dict) -> dict:
+    """A ladder's report, as far as its summary reads it."""
+    keys = {"alone": "alone", "ladder": "ladder", "leave_one_out": "leave_one_out", "set": "sets"}
+    listed = {key: [one for one in rows if one["kind"] == kind] for kind, key in keys.items()}
+    chosen = ladder.recommend(list(rows), {"memory_gib": 50.0, "nrmse_ratio": 1.03})
+    return {"kind": ladder.KIND, **listed, "skipped": {"fused": "needs CUDA"}, "recommended": chosen}
+
+
+def test_the_summary_has_promise_beside_measurement_and_the_reason_where_there_is_none():
+    report = made_up_report(
+        row("alone", "compile", 1.5, promised=1.36),
+        row("ladder", "bf16", None, failed="RunError: it broke\nand a log"),
+        row("leave_one_out", "compile", 1.1),
+        row("set", ladder.GAINING, 1.6, promised=None),
+    )
+    said = ladder.summary(report).splitlines()
+    assert said[0].startswith("recommended here: set: phases that gain alone, measured 1.6 [1.55, 1.65] (throughput")
+    assert said[1:] == [
+        "alone: compile: promised 1.36, measured 1.5 [1.46, 1.54]",
+        "added in order: bf16: promised 1.2, failed: RunError: it broke",
+        "what it adds to the full set: compile: measured 1.1 [1.07, 1.13]",
+        "set: phases that gain alone: measured 1.6 [1.55, 1.65]",
+        "fused is left out: needs CUDA",
+    ]
+
+
+def test_the_summary_recommends_nothing_where_nothing_gained():
+    said = ladder.summary(made_up_report(row("alone", "compile", 0.9), row("alone", "bf16", None)))
+    assert "recommended here: nothing (nothing beat the baseline)" in said
+    assert "bf16: promised 1.2, no steady step in its turns" in said and "None" not in said
+
+
 def test_failed_and_skipped_phases_stand_in_table_and_figure_with_the_reason():
     report = {
         "alone": [row("alone", "compile", 1.5), row("alone", "bf16", None, failed="RunError: it broke")],

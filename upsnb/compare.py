@@ -20,10 +20,10 @@ from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.events import without_nonfinite
 from upsnb.interleave import NOISE, Block, Turns, interleave, throughput_ratio
-from upsnb.report import REPORT, SPLIT_KEYS, steady_throughput, train_report
+from upsnb.report import REPORT, SPLIT_KEYS, number, steady_throughput, train_report
 from upsnb.runs import Run
 
-FORMAT = 1
+FORMAT, KIND = 1, "compare"
 ARMS = "arms.json"  # which runs were compared, and the blocks in which they took turns
 
 QUALITY_TOLERANCE = 0.03  # of the baseline's final validation nRMSE, for the time to quality
@@ -33,6 +33,8 @@ CRITERIA = {  # what an optimization must keep, unless a params file says otherw
     "nrmse_ratio": 1.03,  # of each dataset: at most
     "memory_gib": 50.0,  # of each rank: at most
 }
+SIGNS = {"speedup": ">=", "loss_delta": "<", "nrmse_ratio": "<=", "memory_gib": "<"}  # measured, sign, required
+SIGNS |= {"nonfinite_steps": "=", "out_of_memory": "="}
 PARAMETERS = (  # of the notebook, beside the sections
     *("baseline", "optimized", "isolate", "seeds", "block_s", "noise_floor"),
     *("price_per_hour", "criteria", "fail_on_verdict"),
@@ -199,7 +201,7 @@ def _report(folder: Path, names, runs: dict[str, list[Run]], blocks: list[Block]
     }
     report = {
         "format": FORMAT,
-        "kind": "compare",
+        "kind": KIND,
         "arms": arms,
         "baseline": first,
         "optimized": second,
@@ -277,3 +279,32 @@ def _judge(report: dict, criteria: dict) -> list[dict]:
         count = sum(one[name] for one in optimized)
         rows.append({"name": name, "required": 0, "measured": count, "passed": count == 0})
     return rows
+
+
+def summary(report: dict) -> str:
+    """The report in a few lines."""
+    first, second = report["baseline"], report["optimized"]
+    equal, quality = report["aa_ratio"], report["time_to_quality_speedup"]
+    errors = ", ".join(f"{dataset} {number(ratio)}" for dataset, ratio in report["nrmse_ratio"].items())
+    return "\n".join(
+        [
+            f"{second} against {first}, {len(report['arms'][first])} seed(s), "
+            + ("taking turns" if report["interleaved"] else "which ended earlier: no turns, and so no interval"),
+            f"throughput: {_ratio(report['speedup'])} times the baseline's"
+            + (f"; of two equal arms (A/A): {_ratio(equal)}" if equal else ""),
+            f"time to quality: {f'{number(quality)} times as fast' if quality else 'not reached'}",
+            f"nRMSE over the baseline's: {errors}",
+            *(
+                f"{item['name']}: required {SIGNS[item['name']]} {number(item['required'])}, "
+                f"measured {number(item['measured'])}, {'passed' if item['passed'] else 'failed'}"
+                for item in report["criteria"]
+            ),
+            f"verdict: {report['verdict']}",
+        ]
+    )
+
+
+def _ratio(found: dict) -> str:
+    """A median with its interval, where it has one."""
+    low, high = found["ci95"]
+    return number(found["median"]) + ("" if low is None else f" [{number(low)}, {number(high)}]")

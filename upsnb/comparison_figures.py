@@ -11,14 +11,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from upsnb.compare import ARMS, QUALITY_TOLERANCE, score
+from upsnb.compare import ARMS, QUALITY_TOLERANCE, SIGNS, score
 from upsnb.figure_style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
 from upsnb.interleave import NOISE
 from upsnb.report import FIGURES, REPORT, number
 from upsnb.runs import Run
-
-SIGNS = {"speedup": ">=", "loss_delta": "<", "nrmse_ratio": "<=", "memory_gib": "<"}
-SIGNS |= {"nonfinite_steps": "=", "out_of_memory": "="}
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:

@@ -22,10 +22,11 @@ from upsnb.events import without_nonfinite
 from upsnb.hardware import Hardware
 from upsnb.interleave import Turns, interleave, throughput_ratio
 from upsnb.phases import PHASES, Phase
-from upsnb.report import REPORT
+from upsnb.report import REPORT, number
 
-FORMAT = 1
+FORMAT, KIND = 1, "phases"
 BASELINE, FULL, GAINING = "baseline", "full set", "phases that gain alone"
+TITLES = {"alone": "alone", "ladder": "added in order", "leave_one_out": "what it adds to the full set"}
 PARAMETERS = (  # of the notebook, beside the sections
     *("chosen", "block_s", "rounds", "quality_epochs", "criteria", "recommended_file"),
 )
@@ -129,7 +130,7 @@ def measure(
     baseline = bench.results[BASELINE]
     report = {
         "format": FORMAT,
-        "kind": "phases",
+        "kind": KIND,
         "baseline": baseline,
         "alone": [row for row in rows if row["kind"] == "alone"],
         "ladder": [row for row in rows if row["kind"] == "ladder"],
@@ -236,6 +237,30 @@ def recommend(rows: list[dict], criteria: dict) -> dict:
             chosen = {key: row[key] for key in ("phase", "kind", "changes", "ratio", "nrmse_ratio", "memory_gib")}
             return {**chosen, "basis": basis, "refused": refused}
     return {"phase": None, "changes": {}, "ratio": None, "basis": "nothing beat the baseline", "refused": refused}
+
+
+def summary(report: dict) -> str:
+    """The report in a few lines."""
+    chosen = report["recommended"]
+    found = (
+        f"{TITLES.get(chosen['kind'], 'set')}: {chosen['phase']}, {_factor(chosen)}" if chosen["phase"] else "nothing"
+    )
+    lines = [f"recommended here: {found} ({chosen['basis']})"]
+    for kind in (*TITLES, "sets"):
+        for row in report[kind]:
+            promised = f"promised {number(row['promised'], 3)}, " if row["promised"] and kind != "leave_one_out" else ""
+            lines.append(f"{TITLES.get(kind, 'set')}: {row['phase']}: {promised}{_factor(row)}")
+    return "\n".join([*lines, *(f"{name} is left out: {reason}" for name, reason in report["skipped"].items())])
+
+
+def _factor(row: dict) -> str:
+    """What was measured of an entry, or why nothing was."""
+    if "failed" in row:
+        return f"failed: {row['failed'].splitlines()[0]}"
+    if row["ratio"]["median"] is None:
+        return "no steady step in its turns -> raise block_s"
+    low, high = (number(end, 3) for end in row["ratio"]["ci95"])
+    return f"measured {number(row['ratio']['median'], 3)} [{low}, {high}]"
 
 
 def write_params(report: dict, path: Path | str) -> Path:

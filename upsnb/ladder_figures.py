@@ -12,13 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from upsnb.figure_style import BLUE, GREY, VERMILLION, empty_figure, save, styled
+from upsnb.ladder import TITLES
 from upsnb.report import FIGURES, REPORT, number
-
-TITLES = {
-    "alone": "alone",
-    "ladder": "added in order",
-    "leave_one_out": "what it adds to the full set",
-}
 
 
 @styled
