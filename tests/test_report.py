@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from upsnb import drawings, progress, report, runfolder, runs
+from upsnb import drawings, progress, report, reportfile, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.processes import process_identity
 
@@ -29,7 +29,7 @@ KEYS = {
         "compile_s",
         "data_wait_share",
     ),
-    *("memory_kind", "hardware", "versions", "code_revision", "seeds", "num_launches", "settings"),
+    *("memory_kind", "hardware", "versions", "code_revision", "date", "seeds", "num_launches", "settings"),
 }
 START = {
     "num_ranks": 1, "device": "cpu", "parameters": 1234, "total_steps": 100, "time_limit_s": None,
@@ -303,3 +303,24 @@ def test_progress_survives_a_loss_that_is_not_finite():
     lines: list[str] = []
     progress.Progress(lines.append)(step(1, loss=None))
     assert "loss not finite" in lines[0]
+
+
+# -- what all reports share ----------------------------------------------------------------------------------------
+
+
+def test_every_report_says_where_and_when_and_holds_no_nan(tmp_path):
+    made = reportfile.finish(
+        {"kind": "plan", "ratio": float("nan"), "rows": [{"factor": float("inf")}]}, tmp_path / "a"
+    )
+    assert made == json.loads((tmp_path / "a" / "report.json").read_text())
+    assert made["ratio"] is None and made["rows"] == [{"factor": None}]
+    assert made["hardware"]["num_cores"] >= 1 and made["versions"]["torch"] and made["code_revision"]
+    assert time.strptime(made["date"], "%Y-%m-%d")
+
+
+def test_a_report_of_a_run_says_where_the_run_was_and_not_where_it_is_read(tmp_path, monkeypatch):
+    there = {"hardware": {"device_name": "another"}, "versions": {"torch": "1"}, "code_revision": "abc", "created": 0.0}
+    monkeypatch.chdir(tmp_path)
+    made = reportfile.finish({"kind": "train"}, None, {**there, "host": "not for reports"})
+    assert made == {"kind": "train", **{key: there[key] for key in list(there)[:3]}, "date": "1970-01-01"}
+    assert not list(tmp_path.iterdir()), "a report without a folder is written nowhere"

@@ -40,7 +40,7 @@ ORDER = """
     data.spec data.layouts data.families data.generate data.download data.datasets data.batches
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
     losses metrics offload optimizers phases
-    files processes events throughput runfolder runtable rescue judgement
+    files processes events throughput runfolder reportfile runtable rescue judgement
     parallel rotation shards checkpoint compiling
     precision timing setup probe evaluation steplog telemetry flips boundary guards
     counting traces profiler training pipeline

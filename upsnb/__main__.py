@@ -14,6 +14,7 @@ import yaml
 from upsnb import compare, hardware, ladder, overlays, phases, planning, profiling, report, runfolder, runs, scaling
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
+from upsnb.reportfile import FIGURES, REPORT
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
@@ -67,7 +68,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
             raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / report.REPORT).unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
+    (folder / REPORT).unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
     executed = folder / "notebook.ipynb"
     print(f"{_short(notebook)} -> {_short(executed)}", flush=True)
     cause = _execute(notebook, executed, {**parameters, "run_folder": str(folder)}) or _run_failure(folder)
@@ -234,7 +235,7 @@ def summary(folder: Path) -> str:
     """The report as text, and where notebook and figures are."""
     lines = []
     try:
-        reached = json.loads((folder / report.REPORT).read_text())
+        reached = json.loads((folder / REPORT).read_text())
         of_kind = {module.KIND: module.summary for module in (compare, ladder, planning, profiling, scaling)}
         if reached.get("kind") in of_kind:
             lines += ["", of_kind[reached["kind"]](reached), ""]
@@ -244,8 +245,8 @@ def summary(folder: Path) -> str:
     except FileNotFoundError:
         pass  # a notebook that does not train, or one that failed before
     except ValueError as error:
-        lines.append(f"{_short(folder)}/{report.REPORT} is damaged: {error}")
-    paths = [folder / "notebook.ipynb", *sorted((folder / report.FIGURES).glob("*.png"))]
+        lines.append(f"{_short(folder)}/{REPORT} is damaged: {error}")
+    paths = [folder / "notebook.ipynb", *sorted((folder / FIGURES).glob("*.png"))]
     return "\n".join([*lines, *(_short(path) for path in paths if path.exists())])
 
 

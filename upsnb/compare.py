@@ -8,7 +8,6 @@ meanwhile does so for all arms; a third arm, equal to A, shows how far apart two
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +17,9 @@ import numpy as np
 from upsnb import hardware, overlays, phases, runfolder
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
-from upsnb.events import without_nonfinite
 from upsnb.interleave import NOISE, Block, Turns, interleave, throughput_ratio
-from upsnb.report import REPORT, SPLIT_KEYS, number, steady_throughput, train_report
+from upsnb.report import SPLIT_KEYS, steady_throughput, train_report
+from upsnb.reportfile import finish, number
 from upsnb.runs import Run
 
 FORMAT, KIND = 1, "compare"
@@ -216,13 +215,7 @@ def _report(folder: Path, names, runs: dict[str, list[Run]], blocks: list[Block]
     }
     report["criteria"] = _judge(report, criteria)
     report["verdict"] = "passed" if all(item["passed"] for item in report["criteria"]) else "failed"
-    manifest = runs[first][0].manifest
-    report |= {key: manifest[key] for key in ("hardware", "versions", "code_revision")}
-    report["date"] = time.strftime("%Y-%m-%d", time.gmtime(manifest["created"]))
-    report = without_nonfinite(report)
-    folder.mkdir(parents=True, exist_ok=True)
-    runfolder.write_json(folder / REPORT, report)
-    return report
+    return finish(report, folder, runs[first][0].manifest)
 
 
 def _reached(run: Run, price_per_hour: float) -> dict:

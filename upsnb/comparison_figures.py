@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from upsnb.compare import ARMS, QUALITY_TOLERANCE, SIGNS, score
 from upsnb.figure_style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
 from upsnb.interleave import NOISE
-from upsnb.report import FIGURES, REPORT, number
+from upsnb.reportfile import FIGURES, REPORT, number
 from upsnb.runs import Run
 
 

@@ -7,22 +7,20 @@ the others.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from upsnb import hardware, launch, overlays, phases, runfolder
+from upsnb import hardware, launch, overlays, phases
 from upsnb.compare import CRITERIA, score
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
-from upsnb.events import without_nonfinite
 from upsnb.hardware import Hardware
 from upsnb.interleave import Turns, interleave, throughput_ratio
 from upsnb.phases import PHASES, Phase
-from upsnb.report import REPORT, number
+from upsnb.reportfile import finish, number
 
 FORMAT, KIND = 1, "phases"
 BASELINE, FULL, GAINING = "baseline", "full set", "phases that gain alone"
@@ -140,15 +138,8 @@ def measure(
         "recommended": recommend(rows, {**CRITERIA, **(criteria or {})}),
         "settings": overlays.difference(RunConfig(), off),
         "num_ranks": off.training.num_gpus,
-        "hardware": found.as_dict(),
-        "versions": hardware.versions(),
-        "code_revision": runfolder.code_revision(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-    report = without_nonfinite(report)
-    folder.mkdir(parents=True, exist_ok=True)
-    runfolder.write_json(folder / REPORT, report)
-    return report
+    return finish(report, folder)
 
 
 class Bench:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from upsnb.figure_style import BLUE, GREY, VERMILLION, empty_figure, save, styled
 from upsnb.ladder import TITLES
-from upsnb.report import FIGURES, REPORT, number
+from upsnb.reportfile import FIGURES, REPORT, number
 
 
 @styled

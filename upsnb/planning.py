@@ -8,14 +8,15 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from upsnb import hardware, overlays, runfolder
+from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.ledger import KINDS
 from upsnb.memory import CUDA_GRANULARITY, Bench, Footprint, Predictor
 from upsnb.phases import BY_NAME, is_on
+from upsnb.reportfile import finish
 
-FORMAT, KIND, REPORT = 1, "memory", "report.json"
+FORMAT, KIND = 1, "memory"
 GPUS_GIB = {  # what CUDA reports as a device's total memory; less than the name says
     "T4": 14.56,
     "L4": 22.03,
@@ -247,14 +248,9 @@ def report(folder: Path, config: RunConfig, rows: list[dict], claimed: list[dict
         "fits": fitting,
         "reserve_gib": RESERVE_GIB,
         "fragmentation": FRAGMENTATION,
-        "hardware": found.as_dict(),
-        "versions": hardware.versions(),
-        "code_revision": runfolder.code_revision(),
         "settings": overlays.difference(RunConfig(), config),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    runfolder.write_json(folder / REPORT, made)
-    return made
+    return finish(made, folder)
 
 
 def _plain(row: dict) -> dict:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from upsnb.figure_style import BLACK, BLUE, GREY, VERMILLION, empty_figure, label, save, styled
 from upsnb.profiling import COMPUTED, MEANINGS, SHARES
 from upsnb.ranges import OTHER
-from upsnb.report import FIGURES, REPORT
+from upsnb.reportfile import FIGURES, REPORT
 
 LEAST_DRAWN = 0.005  # of a step; smaller parts would be labels without bars
 

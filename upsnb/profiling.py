@@ -12,11 +12,10 @@ import numpy as np
 from upsnb import memory, overlays, phases, planning, runfolder
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
-from upsnb.events import without_nonfinite
 from upsnb.hardware import Hardware
 from upsnb.profiler import profile_name
 from upsnb.ranges import BACKWARD, COPY, DATA, FORWARD, INVERSE, OPTIMIZER, OTHER
-from upsnb.report import REPORT
+from upsnb.reportfile import finish
 from upsnb.runs import Run
 from upsnb.throughput import steady_throughput
 
@@ -174,18 +173,11 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "num_steps": ranks[0]["num_steps"],
         "batch_size": config.training.batch_size,
         "phases_on": [phase.name for phase in phases.PHASES if phases.is_on(phase, config)],
-        "hardware": found.as_dict(),
-        "versions": run.manifest["versions"],
-        "code_revision": run.manifest["code_revision"],
         "settings": overlays.difference(RunConfig(), config),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     made["findings"] = findings(made, config, found)
     made["questions"] = questions(made, ranks, config)
-    made = without_nonfinite(made)
-    if folder is not None:
-        runfolder.write_json(Path(folder) / REPORT, made)
-    return made
+    return finish(made, folder, run.manifest)
 
 
 def _shares(rank: Mapping) -> dict[str, float]:

@@ -11,15 +11,13 @@ from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.drawings import RunFigures, end_of_last_launch, read_evaluation
-from upsnb.events import without_nonfinite
 from upsnb.figure_style import save
 from upsnb.phases import PHASES, is_on
-from upsnb.runfolder import write_json
+from upsnb.reportfile import FIGURES, finish, number
 from upsnb.runs import Run
 from upsnb.throughput import steady_throughput
 
 FORMAT = 1
-REPORT, FIGURES = "report.json", "figures"
 SPLIT_KEYS = {"validation": "val", "test": "test"}
 COLUMNS = (
     *("dataset", "split", "nRMSE", "median", "without a model", "gain"),
@@ -67,16 +65,11 @@ def train_report(run: Run) -> dict:
         "compile_s": _total(events, "compile", "duration_s"),
         "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
         "memory_kind": end.get("memory_kind"),
-        "hardware": manifest["hardware"],
-        "versions": manifest["versions"],
-        "code_revision": manifest["code_revision"],
         "seeds": manifest["seeds"],
         "num_launches": max(len(manifest["segments"]), 1),
         "settings": overlays.difference(RunConfig(), config),  # all that differs from the defaults
     }
-    report = without_nonfinite(report)
-    write_json(run.folder / REPORT, report)
-    return report
+    return finish(report, run.folder, manifest)
 
 
 def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
@@ -200,13 +193,6 @@ def costs(report: dict) -> str:
         *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
     ]
     return "\n".join(lines)
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A few digits; whole numbers in full; `-` for what is not known."""
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
 
 
 def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from upsnb import runfolder
 from upsnb.config import LoggingConfig
 from upsnb.errors import RunError
 from upsnb.events import last_events, newest_events
+from upsnb.reportfile import REPORT
 from upsnb.throughput import steady_throughput
 
 COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps`
@@ -31,7 +32,7 @@ COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps
     "cause": "string",
 }
 UNREADABLE = "unreadable"  # status of a folder that holds no run, or one that cannot be read
-REPORT, EVALUATION = "report.json", "evaluation.json"  # their writers load torch
+EVALUATION = "evaluation.json"  # its writer loads torch
 TAIL_BYTES = 1 << 16  # of events; about 150 steps
 
 

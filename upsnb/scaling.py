@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from upsnb import hardware, overlays, profiling, runfolder
+from upsnb import hardware, overlays, profiling
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
-from upsnb.events import without_nonfinite
 from upsnb.hardware import Hardware
 from upsnb.interleave import Turns, interleave, throughput_ratio
 from upsnb.ladder import ENDLESS
 from upsnb.profiler import profile_name
-from upsnb.report import REPORT, number
+from upsnb.reportfile import finish, number
 from upsnb.throughput import steady_throughput
 
 FORMAT, KIND = 1, "scaling"
@@ -154,15 +152,8 @@ def measure(
         "skipped": skipped,
         "reference_samples_per_s": steady_throughput(one.events),
         "settings": overlays.difference(RunConfig(), reference),
-        "hardware": found.as_dict(),
-        "versions": hardware.versions(),
-        "code_revision": runfolder.code_revision(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-    report = without_nonfinite(report)
-    folder.mkdir(parents=True, exist_ok=True)
-    runfolder.write_json(folder / REPORT, report)
-    return report
+    return finish(report, folder)
 
 
 def _row(entry: Entry, one: Turns, folder: Path, block_s: float, rounds: int) -> dict:

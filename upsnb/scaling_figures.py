@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from upsnb.figure_style import BLUE, GREY, VERMILLION, empty_figure, label, save, styled
-from upsnb.report import FIGURES, REPORT, number
+from upsnb.reportfile import FIGURES, REPORT, number
 from upsnb.scaling import AGAIN, PROMISED
 
 COLOURS, DASHES = {"ddp": BLUE, "fsdp2": VERMILLION}, {"weak": "-", "strong": ":", AGAIN: "-"}
