@@ -13,17 +13,24 @@ import re
 import sys
 from pathlib import Path
 
-from upsnb.phases import EXTRAS, PHASES
+import measurements
+from measurements import where
+
 from upsnb.rules import CONFLICTS
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "outputs/reference"
-DOCUMENTS = ("README.md", "docs/model.md", "docs/phases.md")
+DOCUMENTS = ("README.md", "docs/model.md", "docs/phases.md", "docs/measurements.md")
 TASKS = {"darcy": "Darcy, one call", "advection": "advection, 10 frames given, 31 predicted"}
 
 
 def read(name: str) -> dict:
     return json.loads((REFERENCE / name).read_text())
+
+
+def reports(name: str) -> list[dict]:
+    """Committed reports of one notebook, one a machine or comparison."""
+    return [json.loads(path.read_text()) for path in sorted(REFERENCE.glob(f"{name}*/report.json"))]
 
 
 def key(task: str, statistic: str) -> str:
@@ -35,12 +42,6 @@ def over_seeds(rows: list[dict], name: str) -> str:
     values = [row[name] for row in rows]
     mean = f"{sum(values) / len(values):.4f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.4f} to {max(values):.4f})"
-
-
-def where(report: dict) -> str:
-    hardware, versions = report["hardware"], report["versions"]
-    cores = f"{hardware['num_cores']} cores of an {hardware['device_name']}"
-    return f"{cores}, torch {versions['torch']}, {report['date']}"
 
 
 def accuracy() -> str:
@@ -130,86 +131,6 @@ def quick() -> str:
     return "\n".join(lines)
 
 
-def ladders() -> list[dict]:
-    """Committed reports of 04_phases, one a machine."""
-    return [json.loads(path.read_text()) for path in sorted(REFERENCE.glob("phases*/report.json"))]
-
-
-def factor(rows: list[dict], name: str) -> str:
-    """A measured factor with its interval, or why there is none."""
-    row = next((row for row in rows if row["phase"] == name), None)
-    if row is None:
-        return "not measured"
-    if row["ratio"]["median"] is None:
-        return "failed"
-    low, high = row["ratio"]["ci95"]
-    return f"{row['ratio']['median']:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def phase_table() -> str:
-    """What each phase promises, is held to and needs, and what was measured on every machine at hand."""
-    reports = ladders()
-    machines = [f"{where(report)}" for report in reports]
-    head = ["#", "phase", "promised alone / so far", "hot?", "numerics", "needs"]
-    head += [f"measured alone ({number})" for number in range(1, len(reports) + 1)]
-    head += [f"added in order ({number})" for number in range(1, len(reports) + 1)]
-    lines = [
-        f"({number}) {machine}, samples/s over the baseline's [95 % interval]"
-        for number, machine in enumerate(machines, 1)
-    ]
-    lines = [*lines, ""] if lines else ["Not measured yet on any machine.", ""]
-    lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for phase in (*PHASES, *EXTRAS):
-        promised = f"{phase.expected.factor:.2f} / {phase.expected.cumulative:.2f}" if phase.expected else "-"
-        cells = [str(phase.number or "-"), phase.name, promised, "hot" if phase.hot else "cold", phase.numerics]
-        cells.append(phase.needs or "-")
-        for kind in ("alone", "ladder"):
-            cells += [
-                "cannot run there" if phase.name in report["skipped"] else factor(report[kind], phase.name)
-                for report in reports
-            ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def comparison() -> str:
-    """Committed reports of 02_compare, one after another."""
-    paths = sorted(REFERENCE.glob("compare*/report.json"))
-    return "\n\n".join(map(compared, paths)) if paths else "Not measured yet."
-
-
-def compared(path: Path) -> str:
-    report = json.loads(path.read_text())
-
-    def ratio(found: dict) -> str:
-        low, high = found["ci95"]
-        return f"{found['median']:.2f} [{low:.2f}, {high:.2f}]"
-
-    first, second = report["baseline"], report["optimized"]
-    quality, aa = report["time_to_quality_speedup"], report["aa_ratio"]
-    errors = ", ".join(f"{name} {value:.3f}" for name, value in report["nrmse_ratio"].items())
-    rates = {name: [run["samples_per_s"] for run in report["arms"][name]] for name in (first, second)}
-    lines = [
-        f"{second} against {first}, {where(report)}, {len(rates[first])} seed(s), interleaved:",
-        "",
-        "| | required | measured |",
-        "|---|---|---|",
-        f"| samples/s, {second} over {first} [95 % interval] | {named(report, 'speedup')} | {ratio(report['speedup'])} |",
-        f"| the same of two equal arms (A/A) | | {ratio(aa) if aa else 'not measured'} |",
-        f"| time to the baseline's quality, compilation included | | "
-        f"{f'{quality:.2f} times as fast' if quality else 'not reached'} |",
-        f"| test nRMSE over the baseline's | {named(report, 'nrmse_ratio')} | {errors} |",
-        f"| validation nRMSE above the baseline's | {named(report, 'loss_delta')} | {report['loss_delta']:+.4f} |",
-        f"| verdict | | {report['verdict']} |",
-    ]
-    return "\n".join(lines)
-
-
-def named(report: dict, name: str) -> str:
-    item = next((item for item in report["criteria"] if item["name"] == name), None)
-    return f"{item['required']:g} ({'holds' if item['passed'] else 'does not hold'})" if item else ""
-
-
 def overheads() -> str:
     """What saving and watching cost."""
     saves, panel = read("checkpoints/stall.json"), read("panel/panel.json")
@@ -232,9 +153,14 @@ def conflicts() -> str:
 
 
 SECTIONS = {
-    "phases": phase_table,
+    "phases": lambda: measurements.phase_table(reports("phases")),
+    "gains": lambda: measurements.gains(reports("phases")),
     "conflicts": conflicts,
-    "compare": comparison,
+    "compare": lambda: measurements.comparisons(reports("compare")),
+    "scaling": lambda: measurements.scalings(reports("scaling")),
+    "profile": lambda: measurements.profiles(reports("profile")),
+    "memory": lambda: measurements.memories(reports("memory")),
+    "short": lambda: measurements.short(*map(reports, ("scaling", "profile", "memory"))),
     "overheads": overheads,
     "measured": accuracy,
     "variants": variants,
