@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from upsnb import compare, comparison_figures, overlays
+from upsnb import compare, comparison, comparison_figures, overlays, report
+from upsnb.comparison import NOISE
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
-from upsnb.interleave import NOISE, Block, throughput_ratio
+from upsnb.interleave import Block, throughput_ratio
 from upsnb.runs import Run
 
 BATCH = {"training.batch_size": 4, "training.accum_steps": 2}
@@ -81,8 +82,11 @@ def test_time_to_quality_is_the_first_validation_that_reaches_it():
         {"kind": "eval", "time_s": time_s, "val_nrmse": {"one": error, "two": error}}
         for time_s, error in ((1.0, 0.9), (2.0, 0.5), (3.0, 0.6))
     ]
-    assert compare.time_to_quality(events, 0.55) == 2.0
-    assert compare.time_to_quality(events, 0.4) is None
+    assert comparison.time_to_quality(events, 0.55) == 2.0
+    assert comparison.time_to_quality(events, 0.4) is None
+
+
+RUN = {"device_name": "a processor"}
 
 
 def made_up_report(**changes) -> dict:
@@ -92,7 +96,7 @@ def made_up_report(**changes) -> dict:
         {"name": "nrmse_ratio", "required": 1.03, "measured": 1.012, "passed": True},
         {"name": "nonfinite_steps", "required": 0, "measured": 0, "passed": True},
     ]
-    given = {"kind": compare.KIND, "baseline": "slow", "optimized": "fast", "arms": {"slow": [{}], "fast": [{}]}}
+    given = {"kind": comparison.KIND, "baseline": "slow", "optimized": "fast", "arms": {"slow": [RUN], "fast": [RUN]}}
     given |= {"interleaved": True, "aa_ratio": {"median": 1.004, "ci95": [0.987, 1.021], "num_rounds": 9}}
     given |= {"speedup": {"median": 1.523, "ci95": [1.482, 1.561], "num_rounds": 9}, "time_to_quality_speedup": 1.25}
     given |= {"nrmse_ratio": {"waves": 1.012, "darcy": 0.98}, "criteria": criteria, "verdict": "failed"}
@@ -100,7 +104,7 @@ def made_up_report(**changes) -> dict:
 
 
 def test_the_summary_has_the_ratio_beside_its_noise_and_every_criterion_beside_its_measurement():
-    said = compare.summary(made_up_report())
+    said = comparison.summary(made_up_report())
     assert "throughput: 1.523 [1.482, 1.561]" in said and "(A/A): 1.004 [0.987, 1.021]" in said
     assert "1.25 times as fast" in said and "waves 1.012, darcy 0.98" in said
     assert "speedup: required >= 3, measured 1.523, failed" in said
@@ -110,7 +114,7 @@ def test_the_summary_has_the_ratio_beside_its_noise_and_every_criterion_beside_i
 
 def test_the_summary_claims_nothing_that_was_not_measured():
     known = {"median": 1.5, "ci95": [None, None], "num_rounds": 0}
-    said = compare.summary(
+    said = comparison.summary(
         made_up_report(aa_ratio=None, speedup=known, time_to_quality_speedup=None, interleaved=False)
     )
     assert "throughput: 1.5 times" in said and "A/A" not in said
@@ -132,20 +136,20 @@ def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_p
     arms = [block["arm"] for block in record["blocks"]]
     assert arms[:6] == ["baseline", "optimized", NOISE, NOISE, "optimized", "baseline"], "A B .. B A"
 
-    report = compare.compare_report(tmp_path / "ab", {"speedup": 0.01}, price_per_hour=3600.0)
-    assert report["speedup"]["num_rounds"] > 1 and report["aa_ratio"]["num_rounds"] > 1
-    seen = {one["samples"] for those in report["arms"].values() for one in those}
+    made = compare.compare_report(tmp_path / "ab", {"speedup": 0.01}, price_per_hour=3600.0)
+    assert made["speedup"]["num_rounds"] > 1 and made["aa_ratio"]["num_rounds"] > 1
+    seen = {one["samples"] for those in made["arms"].values() for one in those}
     assert len(seen) == 1, "all arms see the same samples"
-    (first,), (noise,) = report["arms"]["baseline"], report["arms"][NOISE]
+    (first,), (noise,) = made["arms"]["baseline"], made["arms"][NOISE]
     assert first["nrmse"] == noise["nrmse"], "equal arms on one rank train alike bit for bit"
     assert first["cost_dollars"] == pytest.approx(first["train_time_s"])
-    assert report["verdict"] == "passed", report["criteria"]
+    assert made["verdict"] == "passed", made["criteria"]
     (tight,) = (c for c in compare.compare_report(tmp_path / "ab")["criteria"] if c["name"] == "speedup")
     assert not tight["passed"], "checkpointing does not train three times as fast"
     assert {path.name for path in comparison_figures.write_figures(tmp_path / "ab").values()} == {
         *("speed.png", "quality.png", "outcome.png")
     }
 
-    later = compare.compare_runs(Run.attach(runs["baseline"][0].folder), runs["optimized"][0], tmp_path / "later")
-    assert later["nrmse_ratio"] == report["nrmse_ratio"]
+    later = report.compare(Run.attach(runs["baseline"][0].folder), runs["optimized"][0])
+    assert later["nrmse_ratio"] == made["nrmse_ratio"]
     assert later["speedup"]["ci95"] == [None, None] and not later["interleaved"]

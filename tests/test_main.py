@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from upsnb import __main__ as command
-from upsnb import compare, ladder, planning, profiling, runfolder, scaling
+from upsnb import comparison, ladder, planning, profiling, runfolder, scaling
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 
@@ -265,7 +265,7 @@ def test_report_of_memory_prints_errors_and_batches(tmp_path):
     assert "largest error 25 % of 1, an allocator" in said and "T4  H200" in said and "7    77" in said
 
 
-@pytest.mark.parametrize("module", [compare, ladder, planning, profiling, scaling])
+@pytest.mark.parametrize("module", [comparison, ladder, planning, profiling, scaling])
 def test_every_kind_of_report_is_told_by_its_own_module(module, tmp_path, monkeypatch):
     """A report of another kind than training's, told as one of training, is a column of None."""
     monkeypatch.setattr(module, "summary", lambda report: f"told by {module.__name__}: {report['kind']}")

@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from upsnb import drawings, progress, report, reportfile, runfolder, runs
+from upsnb import comparison, drawings, progress, report, reportfile, runfolder, runs
 from upsnb.config import RunConfig
+from upsnb.errors import RunError
 from upsnb.processes import process_identity
 
 CONFIG = RunConfig.model_validate_json(
@@ -21,6 +22,7 @@ KEYS = {
         "cause",
         "end_reason",
         "steps",
+        "samples",
         "overall_samples_per_s",
         "epochs",
         "split",
@@ -64,14 +66,18 @@ def write_run(folder, events, status="finished", cause=None, evaluation=None, ex
     return runs.Run.attach(folder)
 
 
-def finished(folder, split="test"):
-    """A whole run: two datasets that take turns, one validation, evaluation and examples."""
+def finished(folder, split="test", ms=100.0, validated=(0.3, None), darcy=0.05):
+    """A whole run: two datasets that take turns, one validation, evaluation and examples.
+
+    `ms`: of a step; `validated`: nRMSE of the validation; `darcy`: nRMSE in the end.
+    """
     random = np.random.default_rng(0)
     events = [{"kind": "segment", "step": 0, "number": 0}, {"kind": "start", "step": 0, **START}]
-    events += [step(n, steady=n > 5, names=[("waves", "darcy")[n % 2]]) for n in range(1, 60)]
+    events += [step(n, ms, steady=n > 5, names=[("waves", "darcy")[n % 2]]) for n in range(1, 60)]
     events.insert(3, {"kind": "first_step", "step": 1, "since_launch_s": 2.5})
     events.insert(3, {"kind": "compile", "step": 1, "graphs": 3, "duration_s": 1.5})
-    events += [{"kind": "eval", "step": 40, "val_nrmse": {"waves": 0.3, "darcy": None}, "best": True}]
+    errors = dict(zip(("waves", "darcy"), validated))
+    events += [{"kind": "eval", "step": 40, "time_s": 40 * ms / 1e3, "val_nrmse": errors, "best": True}]
     events += [{"kind": "end", "step": 59, **END}]
     waves = {
         "num_samples": 3, "baseline": "persistence", "nrmse_mean": 0.02, "nrmse_median": 0.01, "max_error": None,
@@ -83,7 +89,7 @@ def finished(folder, split="test"):
         },
     }  # fmt: skip
     darcy = {
-        "num_samples": 3, "baseline": "training mean", "nrmse_mean": 0.05, "nrmse_median": 0.04,
+        "num_samples": 3, "baseline": "training mean", "nrmse_mean": darcy, "nrmse_median": 0.04,
         "baseline_nrmse_mean": 0.7, "per_sample": {"samples": [1, 2, 3], "nrmse": [0.1, 0.2, 0.3]}, "per_time": {},
     }  # fmt: skip
     evaluation = {
@@ -303,6 +309,71 @@ def test_progress_survives_a_loss_that_is_not_finite():
     lines: list[str] = []
     progress.Progress(lines.append)(step(1, loss=None))
     assert "loss not finite" in lines[0]
+
+
+# -- two runs ------------------------------------------------------------------------------------------------------
+
+
+def both(tmp_path, **second) -> tuple[runs.Run, runs.Run]:
+    """Two runs that ended, in places of the same name; the second with changes."""
+    first = finished(tmp_path / "one" / "run", validated=(0.3, 0.2))
+    return first, finished(tmp_path / "two" / "run", **{"validated": (0.3, 0.2), **second})
+
+
+def files(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_two_saved_runs_are_compared_by_what_they_left(tmp_path):
+    a, b = both(tmp_path, ms=50.0, darcy=0.06, validated=(0.3, 0.1))
+    before = files(tmp_path)
+    made = report.compare(a, b)
+    assert files(tmp_path) == before, "without a folder nothing is written"
+    assert (made["baseline"], made["optimized"]) == ("one/run", "two/run")
+    assert made["speedup"]["median"] == pytest.approx(2.0) and made["speedup"]["ci95"] == [None, None]
+    assert made["nrmse_ratio"] == pytest.approx({"waves": 1.0, "darcy": 1.2})
+    assert made["loss_delta"] == pytest.approx(-0.05) and made["time_to_quality_speedup"] == pytest.approx(2.0)
+    assert made["arms"]["two/run"][0]["samples"] == 59 * 16 and made["aa_ratio"] is None
+    judged = {item["name"]: item["passed"] for item in made["criteria"]}
+    assert not judged["speedup"] and not judged["nrmse_ratio"] and judged["loss_delta"] and made["verdict"] == "failed"
+    assert comparison.summary(made).startswith("two/run against one/run, 1 seed(s), no turns")
+
+
+def test_a_comparison_is_written_where_it_is_asked_for_and_never_over_a_run(tmp_path):
+    a, b = both(tmp_path)
+    made = report.compare(a, b, tmp_path / "ab", {"speedup": 1.0, "memory_gib": None})
+    assert json.loads((tmp_path / "ab" / "report.json").read_text()) == made and made["verdict"] == "passed"
+    with pytest.raises(RunError, match="holds a run"):
+        report.compare(a, b, b.folder)
+    with pytest.raises(RunError, match="with itself"):
+        report.compare(a, runs.Run(a.folder))
+
+
+def test_errors_that_are_not_finite_hold_no_criterion(tmp_path):
+    made = report.compare(*both(tmp_path, validated=(0.3, None), darcy=None), criteria={"speedup": 1.0})
+    judged = {item["name"]: (item["measured"], item["passed"]) for item in made["criteria"]}
+    assert judged["loss_delta"] == judged["nrmse_ratio"] == (None, False) and made["verdict"] == "failed"
+    assert made["nrmse_ratio"]["darcy"] is None and made["time_to_quality_speedup"] is None
+
+
+def test_runs_that_say_nothing_about_each_other_are_not_compared(tmp_path):
+    a, b = both(tmp_path, split="validation")
+    with pytest.raises(RunError, match=r"different data: .*one/run: darcy, waves \(test split\); .*\(validation split"):
+        report.compare(a, b)
+    runfolder.update_manifest(b.folder, status="failed", cause="it broke")
+    with pytest.raises(RunError, match="two/run: failed: it broke"):
+        report.compare(a, b)
+    stopped = write_run(tmp_path / "stopped", [step(1), {"kind": "end", "step": 1, **END, "reason": "stopped"}])
+    with pytest.raises(RunError, match=r"no final errors, because it ended early \(stopped\)"):
+        report.compare(a, stopped)
+
+
+def test_the_summary_says_where_two_machines_were_compared(tmp_path):
+    a, b = both(tmp_path)
+    there = {**b.manifest["hardware"], "device_name": "another machine"}
+    runfolder.update_manifest(b.folder, hardware=there)
+    assert "on different machines" in comparison.summary(report.compare(a, b))
+    assert "on different machines" not in comparison.summary(report.compare(a, finished(tmp_path / "c", "test")))
 
 
 # -- what all reports share ----------------------------------------------------------------------------------------

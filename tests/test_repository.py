@@ -45,7 +45,7 @@ ORDER = """
     precision timing setup probe evaluation steplog telemetry flips boundary guards
     counting traces profiler training pipeline
     worker verdict supervisor runs launch
-    figure_style figures drawings report interleave compare comparison_figures ladder ladder_figures
+    figure_style figures drawings comparison report interleave compare comparison_figures ladder ladder_figures
     ledger allocator outlines memory planning memory_figures profiling profile_figures scaling scaling_figures
     progress follow charts still captions asking clicks panel browse __main__
 """.split()  # a module imports only what stands before it

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import compare, hardware, ladder, overlays, phases, planning, profiling, report, runfolder, runs, scaling
+from upsnb import comparison, hardware, ladder, overlays, phases, planning, profiling, report, runfolder, runs, scaling
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
 from upsnb.reportfile import FIGURES, REPORT
@@ -236,7 +236,7 @@ def summary(folder: Path) -> str:
     lines = []
     try:
         reached = json.loads((folder / REPORT).read_text())
-        of_kind = {module.KIND: module.summary for module in (compare, ladder, planning, profiling, scaling)}
+        of_kind = {module.KIND: module.summary for module in (comparison, ladder, planning, profiling, scaling)}
         if reached.get("kind") in of_kind:
             lines += ["", of_kind[reached["kind"]](reached), ""]
         else:

@@ -11,9 +11,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from upsnb.compare import ARMS, QUALITY_TOLERANCE, SIGNS, score
+from upsnb.compare import ARMS
+from upsnb.comparison import NOISE, QUALITY_TOLERANCE, SIGNS, score
 from upsnb.figure_style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
-from upsnb.interleave import NOISE
 from upsnb.reportfile import FIGURES, REPORT, number
 from upsnb.runs import Run
 

@@ -17,7 +17,6 @@ from upsnb.runs import Run
 POLL_S = 0.05
 SECONDS_TO_OBEY = 900.0  # until a pause or a launch is acknowledged: a step that compiles may take that long
 NUM_RESAMPLES = 2000
-NOISE = "A/A"  # the arm that is the baseline once more
 
 
 @dataclass(frozen=True)

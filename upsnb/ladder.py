@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from upsnb import hardware, launch, overlays, phases
-from upsnb.compare import CRITERIA, score
+from upsnb.comparison import CRITERIA, score
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.hardware import Hardware
@@ -221,7 +221,7 @@ def recommend(rows: list[dict], criteria: dict) -> dict:
             refused[name] = "no faster than the baseline within the interval"
         elif row["memory_gib"] and criteria["memory_gib"] and row["memory_gib"] >= criteria["memory_gib"]:
             refused[name] = f"needs {row['memory_gib']:.1f} GiB"
-        elif row["nrmse_ratio"] and criteria["nrmse_ratio"] and row["nrmse_ratio"] > criteria["nrmse_ratio"]:
+        elif row["nrmse_ratio"] and criteria["nrmse_ratio"] and not row["nrmse_ratio"] <= criteria["nrmse_ratio"]:
             refused[name] = f"validation nRMSE is {row['nrmse_ratio']:.3f} times the baseline's"
         else:
             basis = "throughput and memory" + (", accuracy" if row["nrmse_ratio"] else "; accuracy was not measured")

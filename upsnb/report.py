@@ -1,21 +1,25 @@
-"""What a run reached: its numbers in report.json, its table, and its figures, all from the run folder alone."""
+"""What a run reached, or two beside each other: report.json, its table, and its figures, from run folders alone."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from upsnb import overlays
+from upsnb.comparison import compared, reached
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.drawings import RunFigures, end_of_last_launch, read_evaluation
+from upsnb.errors import RunError
 from upsnb.figure_style import save
 from upsnb.phases import PHASES, is_on
 from upsnb.reportfile import FIGURES, finish, number
+from upsnb.runfolder import MANIFEST
 from upsnb.runs import Run
-from upsnb.throughput import steady_throughput
+from upsnb.throughput import samples_seen, steady_throughput
 
 FORMAT = 1
 SPLIT_KEYS = {"validation": "val", "test": "test"}
@@ -32,6 +36,11 @@ def train_report(run: Run) -> dict:
 
     What a run did not get to is null; accuracy is reported only if the latest launch evaluated to its end.
     """
+    return finish(_numbers(run), run.folder, run.manifest)
+
+
+def _numbers(run: Run) -> dict:
+    """The report, as far as it does not say where and when."""
     events, manifest, config = run.events(), run.manifest, run.config
     last = {event["kind"]: event for event in events}
     start, steps = last.get("start", {}), [event for event in events if event["kind"] == "step"]
@@ -39,7 +48,7 @@ def train_report(run: Run) -> dict:
     evaluation = read_evaluation(run.folder, events)
     steady = [step for step in steps if step["steady"]]
     memory = end.get("peak_memory_gib") or [step["peak_memory_gib"] for step in steps[-1:]]
-    report = {
+    return {
         "format": FORMAT,
         "kind": "train",
         "status": run.status(),
@@ -57,6 +66,7 @@ def train_report(run: Run) -> dict:
         "cause": run.cause(),
         "end_reason": end.get("reason"),
         "steps": steps[-1]["step"] if steps else 0,
+        "samples": round(samples_seen(steps)),
         "overall_samples_per_s": _overall(steps, end),
         "epochs": end.get("epochs"),
         "split": evaluation.get("split"),
@@ -69,7 +79,6 @@ def train_report(run: Run) -> dict:
         "num_launches": max(len(manifest["segments"]), 1),
         "settings": overlays.difference(RunConfig(), config),  # all that differs from the defaults
     }
-    return finish(report, run.folder, manifest)
 
 
 def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
@@ -99,14 +108,8 @@ def _total(events: list[dict], kind: str, field: str) -> float:
 
 
 def _overall(steps: list[dict], end: dict) -> float | None:
-    """Everything that was trained over all of training's time, compilation, validations and disturbances included.
-
-    Added up step by step, because flips change batches and ranks; a step that was repeated after a crash counts once.
-    """
-    if not (steps and end.get("train_time_s")):
-        return None
-    samples = {step["step"]: step["samples_per_s"] * step["step_time_ms"] / 1e3 for step in steps}
-    return sum(samples.values()) / end["train_time_s"]
+    """Everything that was trained over all of training's time, compilation, validations and disturbances included."""
+    return samples_seen(steps) / end["train_time_s"] if steps and end.get("train_time_s") else None
 
 
 def _share(steps: list[dict], part: str, whole: str) -> float | None:
@@ -120,6 +123,43 @@ def _fall(losses: list[float | None]) -> dict:
     tenth = max(1, len(losses) // 10)
     ends = (losses[:tenth], losses[-tenth:]) if len(losses) else (None, None)
     return {key: None if part is None else float(np.median(part)) for key, part in zip(("first", "last"), ends)}
+
+
+# -- two runs ------------------------------------------------------------------------------------------------------
+
+
+def compare(run_a: Run, run_b: Run, folder: Path | str | None = None, criteria: dict | None = None) -> dict:
+    """Two saved runs beside each other: what the second differs in, what it gains and what it loses.
+
+    They may have ended whenever and wherever: no turns, and so neither intervals nor a noise floor. Nothing is trained,
+    compiled or written into their folders.
+
+    Args:
+        folder: where `report.json` is written; None: nowhere.
+        criteria: over `comparison.CRITERIA`; a criterion of null is left out.
+    Raises:
+        RunError: a run has not finished or its errors were not measured, or the two were judged by different data.
+        ConfigError: an unknown criterion.
+    """
+    if run_a.folder == run_b.folder:
+        raise RunError(f"{run_a.folder}: is compared with itself -> name two runs")
+    if folder is not None and (Path(folder) / MANIFEST).exists():
+        raise RunError(f"{folder}: holds a run, whose report would be lost -> choose another folder")
+    above = os.path.commonpath((run_a.folder, run_b.folder))  # runs of two comparisons have the same names
+    return compare_arms({str(run.folder.relative_to(above)): [run] for run in (run_a, run_b)}, None, folder, criteria)
+
+
+def compare_arms(
+    runs: dict[str, list[Run]],
+    ratios: dict[str, dict] | None,
+    folder: Path | str | None,
+    criteria: dict | None = None,
+    price_per_hour: float = 0.0,
+) -> dict:
+    """The report of several runs of two arms, and of a noise floor; arguments as of `comparison.compared`."""
+    arms = {name: [reached(run, _numbers(run), price_per_hour) for run in those] for name, those in runs.items()}
+    (baseline, *_), *_ = runs.values()
+    return finish(compared(runs, arms, ratios, criteria), folder, baseline.manifest)
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

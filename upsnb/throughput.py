@@ -10,6 +10,14 @@ WINDOW_S = 0.999  # of steady steps whose mean rate is one observation; ten of 0
 NUM_RESAMPLES = 2000
 
 
+def samples_seen(steps: Iterable[dict]) -> float:
+    """Samples of step events, added up step by step, because flips change batches and ranks.
+
+    A step that was repeated after a crash counts once.
+    """
+    return sum({step["step"]: step["samples_per_s"] * step["step_time_ms"] / 1e3 for step in steps}.values())
+
+
 def steady_throughput(events: Iterable[dict]) -> dict:
     """Median samples per second over windows of about a second of steady steps, with a bootstrap 95 % interval.
 
