@@ -14,12 +14,13 @@ import sys
 from pathlib import Path
 
 import measurements
+import minutes
+from keep import REFERENCE
 from measurements import where
 
 from upsnb.rules import CONFLICTS
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = ROOT / "outputs/reference"
 DOCUMENTS = ("README.md", "docs/model.md", "docs/phases.md", "docs/measurements.md")
 TASKS = {"darcy": "Darcy, one call", "advection": "advection, 10 frames given, 31 predicted"}
 
@@ -153,6 +154,7 @@ def conflicts() -> str:
 
 
 SECTIONS = {
+    "notebooks": minutes.table,
     "phases": lambda: measurements.phase_table(reports("phases")),
     "gains": lambda: measurements.gains(reports("phases")),
     "conflicts": conflicts,

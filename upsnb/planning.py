@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -250,7 +249,6 @@ def report(folder: Path, config: RunConfig, rows: list[dict], claimed: list[dict
         "reserve_gib": RESERVE_GIB,
         "fragmentation": FRAGMENTATION,
         "settings": overlays.difference(RunConfig(), config),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     return finish(made, folder)
 
