@@ -39,7 +39,7 @@ ORDER = """
     errors rules config overlays hardware ranges
     data.spec data.layouts data.families data.generate data.download data.datasets data.batches
     models.attention models.geometry models.codec models.operator models.ups models.diffusion
-    losses metrics offload optimizers phases
+    losses metrics offload muon optimizers phases
     files processes events throughput runfolder reportfile runtable rescue judgement
     parallel rotation shards checkpoint compiling
     precision timing setup probe evaluation steplog telemetry flips boundary guards

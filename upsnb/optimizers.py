@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upsnb.config import OptimizerConfig, SchedulerConfig
+from upsnb.muon import Muon
 from upsnb.offload import OffloadedAdamW, local
 
 
@@ -38,13 +39,11 @@ def build(model: nn.Module, config: OptimizerConfig, offload: bool = False) -> l
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon_hybrid" and hidden:
         optimizers.append(
-            torch.optim.Muon(
+            Muon(
                 hidden,
                 lr=config.muon_lr or config.lr,
                 weight_decay=config.weight_decay,
                 momentum=config.momentum,
-                # scaled to AdamW's update size (Moonlight, arXiv 2502.16982, section 2.2), so one rate suits both
-                adjust_lr_fn="match_rms_adamw",
             )
         )
     else:
