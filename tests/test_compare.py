@@ -98,6 +98,7 @@ def made_up_report(**changes) -> dict:
     ]
     given = {"kind": comparison.KIND, "baseline": "slow", "optimized": "fast", "arms": {"slow": [RUN], "fast": [RUN]}}
     given |= {"interleaved": True, "aa_ratio": {"median": 1.004, "ci95": [0.987, 1.021], "num_rounds": 9}}
+    given |= {"aa_nrmse_ratio": {"waves": 1.011, "darcy": 0.97}, "aa_loss_delta": 0.0005}
     given |= {"speedup": {"median": 1.523, "ci95": [1.482, 1.561], "num_rounds": 9}, "time_to_quality_speedup": 1.25}
     given |= {"nrmse_ratio": {"waves": 1.012, "darcy": 0.98}, "criteria": criteria, "verdict": "failed"}
     return {**given, **changes}
@@ -106,17 +107,17 @@ def made_up_report(**changes) -> dict:
 def test_the_summary_has_the_ratio_beside_its_noise_and_every_criterion_beside_its_measurement():
     said = comparison.summary(made_up_report())
     assert "throughput: 1.523 [1.482, 1.561]" in said and "(A/A): 1.004 [0.987, 1.021]" in said
-    assert "1.25 times as fast" in said and "waves 1.012, darcy 0.98" in said
-    assert "speedup: required >= 3, measured 1.523, failed" in said
-    assert "nrmse_ratio: required <= 1.03, measured 1.012, passed" in said
+    assert "1.25 times as fast" in said and "waves: 1.012 (A/A 1.011)" in said and "darcy: 0.98 (A/A 0.97)" in said
+    assert "speedup: required >= 3, measured 1.523, A/A 1.004: failed" in said
+    assert "nrmse_ratio: required <= 1.03, measured 1.012, A/A 0.97: passed" in said, "the one farthest from 1"
+    assert "nonfinite_steps: required = 0, measured 0: passed" in said
     assert said.endswith("verdict: failed")
 
 
 def test_the_summary_claims_nothing_that_was_not_measured():
     known = {"median": 1.5, "ci95": [None, None], "num_rounds": 0}
-    said = comparison.summary(
-        made_up_report(aa_ratio=None, speedup=known, time_to_quality_speedup=None, interleaved=False)
-    )
+    missing = dict.fromkeys(("aa_ratio", "aa_nrmse_ratio", "aa_loss_delta", "time_to_quality_speedup"))
+    said = comparison.summary(made_up_report(speedup=known, interleaved=False, **missing))
     assert "throughput: 1.5 times" in said and "A/A" not in said
     assert "time to quality: not reached" in said and "no interval" in said and "None" not in said
 
@@ -142,6 +143,7 @@ def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_p
     assert len(seen) == 1, "all arms see the same samples"
     (first,), (noise,) = made["arms"]["baseline"], made["arms"][NOISE]
     assert first["nrmse"] == noise["nrmse"], "equal arms on one rank train alike bit for bit"
+    assert set(made["aa_nrmse_ratio"].values()) == {1.0} and made["aa_loss_delta"] == 0.0
     assert first["cost_dollars"] == pytest.approx(first["train_time_s"])
     assert made["verdict"] == "passed", made["criteria"]
     (tight,) = (c for c in compare.compare_report(tmp_path / "ab")["criteria"] if c["name"] == "speedup")

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from upsnb import comparison, drawings, progress, report, reportfile, runfolder, runs
+from upsnb import comparison, comparison_figures, drawings, progress, report, reportfile, runfolder, runs
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.processes import process_identity
@@ -366,6 +366,44 @@ def test_runs_that_say_nothing_about_each_other_are_not_compared(tmp_path):
     stopped = write_run(tmp_path / "stopped", [step(1), {"kind": "end", "step": 1, **END, "reason": "stopped"}])
     with pytest.raises(RunError, match=r"no final errors, because it ended early \(stopped\)"):
         report.compare(a, stopped)
+
+
+def test_equal_arms_and_seeds_say_how_exact_the_errors_are(tmp_path):
+    ended = {"slow": (0.05, 0.04), "fast": (0.06, 0.03), comparison.NOISE: (0.055, 0.038)}  # of darcy, one a seed
+    arms = {
+        name: [
+            finished(tmp_path / f"{number}-{seed}", validated=(0.3, 0.2), darcy=error)
+            for seed, error in enumerate(errors)
+        ]
+        for number, (name, errors) in enumerate(ended.items())
+    }
+    made = report.compare_arms(arms, None, None)
+    assert made["nrmse_ratio"]["darcy"] == pytest.approx(0.975)
+    assert made["nrmse_ratio_range"]["darcy"] == pytest.approx([0.75, 1.2])
+    assert made["aa_nrmse_ratio"] == pytest.approx({"waves": 1.0, "darcy": 1.025}) and made["aa_loss_delta"] == 0.0
+    assert "darcy: 0.975 (0.75 to 1.2 over seeds; A/A 1.025)" in comparison.summary(made)
+    rows = comparison_figures.verdict_table(made).set_index("criterion")
+    assert rows["two equal arms"].to_dict() == {
+        "speedup": "-",
+        "loss_delta": "0",
+        "nrmse_ratio": "1.025",
+        "memory_gib": "-",
+        "nonfinite_steps": "-",
+        "out_of_memory": "-",
+    }
+    del arms[comparison.NOISE]
+    alone = report.compare_arms(arms, None, None)
+    assert alone["aa_nrmse_ratio"] is alone["aa_loss_delta"] is None
+    assert set(comparison_figures.verdict_table(alone)["two equal arms"]) == {"-"}
+
+
+def test_the_outcome_shows_every_seed_of_every_arm_equal_ones_too():
+    ended = {"slow": (0.05, 0.04), "fast": (0.06, 0.03), comparison.NOISE: (0.055, 0.038)}
+    arms = {name: [{"nrmse": {"darcy": e}, "peak_memory_gib": 1.0} for e in errors] for name, errors in ended.items()}
+    errors, memory = comparison_figures.outcome(arms).axes
+    dots = {line.get_xdata()[0]: tuple(line.get_ydata()) for line in errors.lines}
+    names = [tick.get_text() for tick in errors.get_xticklabels()]
+    assert {names[place]: those for place, those in dots.items()} == ended and len(memory.lines) == 3
 
 
 def test_the_summary_says_where_two_machines_were_compared(tmp_path):

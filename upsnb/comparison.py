@@ -109,6 +109,7 @@ def compared(
         name: [time_to_quality(*pair) for pair in zip(those, targets, strict=True)] for name, those in evals.items()
     }
     known = None not in (*times[first], *times[second])
+    errors_over = nrmse_ratios(arms[second], arms[first])
     report = {
         "format": FORMAT,
         "kind": KIND,
@@ -121,8 +122,13 @@ def compared(
         "speedup": ratios[second] if ratios else _ratio_of_medians(arms[second], arms[first]),
         "time_to_quality_s": times,
         "time_to_quality_speedup": sum(times[first]) / sum(times[second]) if known else None,
-        "nrmse_ratio": nrmse_ratio(arms[second], arms[first]),
-        "loss_delta": float(np.mean([b["val_loss"] - a["val_loss"] for a, b in zip(arms[first], arms[second])])),
+        "nrmse_ratio": _means(errors_over),
+        "nrmse_ratio_range": {
+            name: [float(end(those)) for end in (np.min, np.max)] for name, those in errors_over.items()
+        },
+        "aa_nrmse_ratio": _means(nrmse_ratios(arms[NOISE], arms[first])) if NOISE in arms else None,
+        "loss_delta": loss_delta(arms[second], arms[first]),
+        "aa_loss_delta": loss_delta(arms[NOISE], arms[first]) if NOISE in arms else None,
     }
     report["criteria"] = _judge(report, {**CRITERIA, **(criteria or {})})
     report["verdict"] = "passed" if all(item["passed"] for item in report["criteria"]) else "failed"
@@ -148,16 +154,23 @@ def _ratio_of_medians(arm: list[dict], reference: list[dict]) -> dict:
     return {"median": median, "ci95": [None, None], "num_rounds": 0}
 
 
-def nrmse_ratio(arm: list[dict], reference: list[dict]) -> dict[str, float]:
-    """nRMSE over the reference's by dataset, mean over seeds; NaN where one was not finite."""
-    return {
-        name: float(np.mean([_over(b["nrmse"][name], a["nrmse"][name]) for a, b in zip(reference, arm)]))
-        for name in reference[0]["nrmse"]
-    }
+def nrmse_ratios(arm: list[dict], reference: list[dict]) -> dict[str, list[float]]:
+    """nRMSE over the reference's by dataset, one a seed; NaN where one was not finite."""
+    pairs = list(zip(arm, reference, strict=True))
+    return {name: [_over(a["nrmse"][name], b["nrmse"][name]) for a, b in pairs] for name in reference[0]["nrmse"]}
 
 
 def _over(above: float | None, below: float | None) -> float:
     return np.nan if above is None or not below else above / below
+
+
+def _means(ratios: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: float(np.mean(those)) for name, those in ratios.items()}
+
+
+def loss_delta(arm: list[dict], reference: list[dict]) -> float:
+    """Validation nRMSE, mean over datasets, above the reference's; mean over seeds."""
+    return float(np.mean([a["val_loss"] - b["val_loss"] for a, b in zip(arm, reference, strict=True)]))
 
 
 def _judge(report: dict, criteria: dict) -> list[dict]:
@@ -188,32 +201,60 @@ def _judge(report: dict, criteria: dict) -> list[dict]:
 # -- in words ------------------------------------------------------------------------------------------------------
 
 
-def summary(report: dict) -> str:
+def of_equal_arms(report: Mapping) -> dict[str, float]:
+    """By criterion, what two equal arms come out at: closer to it than that, a measurement decides nothing.
+
+    Of the datasets the one whose ratio is farthest from 1. Empty where no arm was trained twice.
+    """
+    ratios = [ratio for ratio in (report["aa_nrmse_ratio"] or {}).values() if ratio]
+    found = {
+        "speedup": report["aa_ratio"] and report["aa_ratio"]["median"],
+        "nrmse_ratio": max(ratios, key=lambda ratio: abs(np.log(ratio)), default=None),
+        "loss_delta": report["aa_loss_delta"],
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def summary(report: Mapping) -> str:
     """The report in a few lines."""
     first, second = report["baseline"], report["optimized"]
-    equal, quality = report["aa_ratio"], report["time_to_quality_speedup"]
+    seeds, quality = len(report["arms"][first]), report["time_to_quality_speedup"]
     machines = sorted({run["device_name"] for arm in report["arms"].values() for run in arm})
-    errors = ", ".join(f"{dataset} {number(ratio)}" for dataset, ratio in report["nrmse_ratio"].items())
-    return "\n".join(
-        [
-            f"{second} against {first}, {len(report['arms'][first])} seed(s), "
-            + ("taking turns" if report["interleaved"] else "no turns, and so no interval"),
-            *([f"on different machines, which differ in speed as well: {', '.join(machines)}"] if machines[1:] else []),
-            f"throughput: {_ratio(report['speedup'])} times the baseline's"
-            + (f"; of two equal arms (A/A): {_ratio(equal)}" if equal else ""),
-            f"time to quality: {f'{number(quality)} times as fast' if quality else 'not reached'}",
-            f"nRMSE over the baseline's: {errors}",
-            *(
-                f"{item['name']}: required {SIGNS[item['name']]} {number(item['required'])}, "
-                f"measured {number(item['measured'])}, {'passed' if item['passed'] else 'failed'}"
-                for item in report["criteria"]
-            ),
-            f"verdict: {report['verdict']}",
-        ]
-    )
+    equal = of_equal_arms(report)
+    lines = [
+        f"{second} against {first}, {seeds} seed(s), "
+        + ("taking turns" if report["interleaved"] else "no turns, and so no interval")
+    ]
+    if len(machines) > 1:
+        lines.append(f"on different machines, which differ in speed as well: {', '.join(machines)}")
+    lines.append(f"throughput: {_ratio(report['speedup'])} times the baseline's")
+    if report["aa_ratio"]:
+        lines[-1] += f"; of two equal arms (A/A): {_ratio(report['aa_ratio'])}"
+    lines.append(f"time to quality: {f'{number(quality)} times as fast' if quality else 'not reached'}")
+    lines += [f"nRMSE over the baseline's, {dataset}: {text}" for dataset, text in errors(report).items()]
+    for item in report["criteria"]:
+        beside = f", A/A {number(equal[item['name']])}" if item["name"] in equal else ""
+        lines.append(
+            f"{item['name']}: required {SIGNS[item['name']]} {number(item['required'])}, "
+            f"measured {number(item['measured'])}{beside}: {'passed' if item['passed'] else 'failed'}"
+        )
+    return "\n".join([*lines, f"verdict: {report['verdict']}"])
 
 
-def _ratio(found: dict) -> str:
+def errors(report: Mapping) -> dict[str, str]:
+    """By dataset, the ratio of the arms' nRMSE, its range over seeds and the ratio of two equal arms."""
+    texts = {}
+    for dataset, ratio in report["nrmse_ratio"].items():
+        beside = []
+        if len(report["arms"][report["baseline"]]) > 1:
+            beside.append(" to ".join(map(number, report["nrmse_ratio_range"][dataset])) + " over seeds")
+        if report["aa_nrmse_ratio"]:
+            beside.append(f"A/A {number(report['aa_nrmse_ratio'][dataset])}")
+        texts[dataset] = number(ratio) + (f" ({'; '.join(beside)})" if beside else "")
+    return texts
+
+
+def _ratio(found: Mapping) -> str:
     """A median with its interval, where it has one."""
     low, high = found["ci95"]
     return number(found["median"]) + ("" if low is None else f" [{number(low)}, {number(high)}]")

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from upsnb.compare import ARMS
-from upsnb.comparison import NOISE, QUALITY_TOLERANCE, SIGNS, score
+from upsnb.comparison import NOISE, QUALITY_TOLERANCE, SIGNS, of_equal_arms, score
 from upsnb.figure_style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
 from upsnb.reportfile import FIGURES, REPORT, number
 from upsnb.runs import Run
@@ -179,12 +179,14 @@ def arms_table(report: dict) -> pd.DataFrame:
 
 
 def verdict_table(report: dict) -> pd.DataFrame:
-    """Each criterion, what it asks for, what was measured, and whether it holds."""
+    """Each criterion, what it asks for, what was measured, what two equal arms come out at, and whether it holds."""
+    equal = of_equal_arms(report)
     return pd.DataFrame(
         {
             "criterion": item["name"],
             "required": f"{SIGNS[item['name']]} {number(item['required'])}",
             "measured": number(item["measured"]),
+            "two equal arms": number(equal.get(item["name"])),
             "holds": "yes" if item["passed"] else "no",
         }
         for item in report["criteria"]
