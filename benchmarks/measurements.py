@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from upsnb.phases import EXTRAS, PHASES
+from upsnb.reportfile import number
 from upsnb.scaling import AGAIN, REHEARSAL
 
 NOT_YET = "Not measured yet."
@@ -42,7 +43,7 @@ def factor(ratio: Mapping) -> str:
         return "not measured"
     low, high = ratio["ci95"]
     if low is None:
-        return f"{ratio['median']:.2f} (one turn, no interval)"
+        return f"{ratio['median']:.2f} (no interval)"
     return f"{ratio['median']:.2f} [{low:.2f}, {high:.2f}]" + (", slower" if round(high, 2) < 1 else "")
 
 
@@ -68,7 +69,7 @@ def phase_cell(report: Mapping, kind: str, name: str) -> str:
 
 def _marks(reports: Sequence[Mapping]) -> list[str]:
     """What tells the machines' columns apart, where there are several."""
-    return [f" ({number})" for number in range(1, len(reports) + 1)] if len(reports) > 1 else [""] * len(reports)
+    return [f" ({count})" for count in range(1, len(reports) + 1)] if len(reports) > 1 else [""] * len(reports)
 
 
 def _machines(reports: Sequence[Mapping]) -> list[str]:
@@ -143,7 +144,7 @@ def compared(report: Mapping) -> str:
     """One comparison: what was required beside what was measured."""
     first, second = report["baseline"], report["optimized"]
     quality, aa = report["time_to_quality_speedup"], report["aa_ratio"]
-    errors = ", ".join(f"{name} {value:.3f}" for name, value in report["nrmse_ratio"].items())
+    errors = ", ".join(f"{name} {number(value)}" for name, value in report["nrmse_ratio"].items())
     rows = [
         (
             f"samples/s, {second} over {first} [95 % interval]",
@@ -157,7 +158,7 @@ def compared(report: Mapping) -> str:
             f"{quality:.2f} times as fast" if quality else "not reached",
         ),
         ("test nRMSE over the baseline's", _required(report, "nrmse_ratio"), errors),
-        ("validation nRMSE above the baseline's", _required(report, "loss_delta"), f"{report['loss_delta']:+.4f}"),
+        ("validation nRMSE above the baseline's", _required(report, "loss_delta"), number(report["loss_delta"], 3)),
         ("verdict", "", report["verdict"]),
     ]
     seeds = len(report["arms"][first])

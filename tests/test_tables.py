@@ -8,13 +8,13 @@ import pytest
 import readme
 
 from upsnb import (
-    compare,
     counting,
     hardware,
     ladder,
     overlays,
     profiler,
     profiling,
+    report,
     runfolder,
     runs,
     scaling,
@@ -159,14 +159,14 @@ def test_a_comparison_shows_each_criterion_and_whether_it_holds(tiny_config, tra
         train_here(tiny_config(names=("advection",), **{"evaluation.rollout": False, **overlay}), tmp_path / name)
         runfolder.update_manifest(tmp_path / name, status="finished")
         arms.append(runs.Run(tmp_path / name))
-    report = compare.compare_runs(*arms, tmp_path / "report", {"speedup": 1e9, "nrmse_ratio": 1.03})
-    found = rows(measurements.comparisons([report]))
-    ratio = report["speedup"]["median"]
+    made = report.compare(*arms, criteria={"speedup": 1e9, "nrmse_ratio": 1.03})
+    found = rows(measurements.comparisons([made]))
+    ratio = made["speedup"]["median"]
     assert found["samples/s, quick over slow [95 % interval]"][1:] == [
         "1e+09 (does not hold)",
-        f"{ratio:.2f} (one turn, no interval)",
+        f"{ratio:.2f} (no interval)",
     ]
-    assert found["test nRMSE over the baseline's"][1:] == ["1.03 (holds)", "advection 1.000"]
+    assert found["test nRMSE over the baseline's"][1:] == ["1.03 (holds)", "advection 1"]
     assert found["verdict"][2] == "failed" and found["the same of two equal arms (A/A)"][2] == "not measured"
 
 
@@ -181,19 +181,19 @@ def test_a_profile_shows_every_share_and_what_stands_out(profile):
 
 
 def test_memory_shows_the_committed_prediction_beside_its_measurement():
-    (report,) = readme.reports("memory")
-    found, text = rows(measurements.remembered(report).partition("The largest")[0]), measurements.remembered(report)
-    for row in report["rows"]:
+    (made,) = readme.reports("memory")
+    found, text = rows(measurements.remembered(made).partition("The largest")[0]), measurements.remembered(made)
+    for row in made["rows"]:
         assert found[row["config"]][1] == f"{row['predicted_gib']:.3f}"
         assert (row["measured_gib"] is None) == found[row["config"]][2].startswith("not measured: ")
-    assert all(f"{row['batch_size']:,}" in text for row in report["fits"] if row["gpu"] in measurements.FEW_GPUS)
+    assert all(f"{row['batch_size']:,}" in text for row in made["fits"] if row["gpu"] in measurements.FEW_GPUS)
 
 
 def test_what_nobody_measured_is_not_measured():
     for make in (measurements.gains, measurements.comparisons, measurements.scalings, measurements.profiles):
         assert make([]) == "Not measured yet."
     assert measurements.short([], [], []).count("not measured yet") == 3
-    assert measurements.factor({"median": 1.2, "ci95": [None, None]}) == "1.20 (one turn, no interval)"
+    assert measurements.factor({"median": 1.2, "ci95": [None, None]}) == "1.20 (no interval)"
 
 
 def test_a_bar_inside_a_cell_does_not_end_it():
