@@ -112,6 +112,7 @@ def test_the_summary_has_the_ratio_beside_its_noise_and_every_criterion_beside_i
     assert "nrmse_ratio: required <= 1.03, measured 1.012, A/A 0.97: passed" in said, "the one farthest from 1"
     assert "nonfinite_steps: required = 0, measured 0: passed" in said
     assert said.endswith("verdict: failed")
+    assert comparison.failed(made_up_report()) == "speedup: required >= 3, measured 1.523, A/A 1.004"
 
 
 def test_the_summary_claims_nothing_that_was_not_measured():

@@ -220,7 +220,6 @@ def summary(report: Mapping) -> str:
     first, second = report["baseline"], report["optimized"]
     seeds, quality = len(report["arms"][first]), report["time_to_quality_speedup"]
     machines = sorted({run["device_name"] for arm in report["arms"].values() for run in arm})
-    equal = of_equal_arms(report)
     lines = [
         f"{second} against {first}, {seeds} seed(s), "
         + ("taking turns" if report["interleaved"] else "no turns, and so no interval")
@@ -232,13 +231,25 @@ def summary(report: Mapping) -> str:
         lines[-1] += f"; of two equal arms (A/A): {_ratio(report['aa_ratio'])}"
     lines.append(f"time to quality: {f'{number(quality)} times as fast' if quality else 'not reached'}")
     lines += [f"nRMSE over the baseline's, {dataset}: {text}" for dataset, text in errors(report).items()]
-    for item in report["criteria"]:
-        beside = f", A/A {number(equal[item['name']])}" if item["name"] in equal else ""
-        lines.append(
-            f"{item['name']}: required {SIGNS[item['name']]} {number(item['required'])}, "
-            f"measured {number(item['measured'])}{beside}: {'passed' if item['passed'] else 'failed'}"
-        )
+    lines += [f"{told}: {'passed' if passed else 'failed'}" for told, passed in _criteria(report)]
     return "\n".join([*lines, f"verdict: {report['verdict']}"])
+
+
+def failed(report: Mapping) -> str:
+    """The criteria that do not hold, in one line; empty where all do."""
+    return "; ".join(told for told, passed in _criteria(report) if not passed)
+
+
+def _criteria(report: Mapping) -> list[tuple[str, bool]]:
+    """Each criterion in words, and whether it holds."""
+    equal, told = of_equal_arms(report), []
+    for item in report["criteria"]:
+        name, beside = item["name"], ""
+        if name in equal:
+            beside = f", A/A {number(equal[name])}"
+        measured = f"measured {number(item['measured'])}{beside}"
+        told.append((f"{name}: required {SIGNS[name]} {number(item['required'])}, {measured}", item["passed"]))
+    return told
 
 
 def errors(report: Mapping) -> dict[str, str]:
