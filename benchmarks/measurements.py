@@ -144,20 +144,20 @@ def compared(report: Mapping) -> str:
     """One comparison: what was required beside what was measured."""
     first, second = report["baseline"], report["optimized"]
     quality, aa = report["time_to_quality_speedup"], report["aa_ratio"]
-    errors = ", ".join(f"{name} {number(value)}" for name, value in report["nrmse_ratio"].items())
     rows = [
         (
             f"samples/s, {second} over {first} [95 % interval]",
             _required(report, "speedup"),
             factor(report["speedup"]),
         ),
-        ("the same of two equal arms (A/A)", "", factor(aa) if aa else "not measured"),
+        ("samples/s of two equal arms (A/A)", "", factor(aa) if aa else "not measured"),
         (
             "time to the baseline's quality, compilation included",
             "",
             f"{quality:.2f} times as fast" if quality else "not reached",
         ),
-        ("test nRMSE over the baseline's", _required(report, "nrmse_ratio"), errors),
+        ("test nRMSE over the baseline's", _required(report, "nrmse_ratio"), _errors(report["nrmse_ratio"])),
+        ("the same of equal arms (A/A)", "", _errors(report["aa_nrmse_ratio"])),
         ("validation nRMSE above the baseline's", _required(report, "loss_delta"), number(report["loss_delta"], 3)),
         ("verdict", "", report["verdict"]),
     ]
@@ -165,6 +165,10 @@ def compared(report: Mapping) -> str:
     turns = "interleaved" if report["interleaved"] else "one after the other"
     head = f"{second} against {first}, {where(report)}, {seeds} seed{'s' * (seeds > 1)}, {turns}:"
     return "\n".join([head, "", *table(["", "required", "measured"], rows)])
+
+
+def _errors(ratios: Mapping | None) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in ratios.items()) if ratios else "not measured"
 
 
 def _required(report: Mapping, name: str) -> str:

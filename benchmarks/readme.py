@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 import measurements
 import minutes
@@ -133,10 +134,11 @@ def quick() -> str:
 
 
 def overheads() -> str:
-    """What saving and watching cost."""
+    """What starting, saving and watching cost."""
     saves, panel = read("checkpoints/stall.json"), read("panel/panel.json")
     ratio, interval = panel["training"]["throughput_with_over_without"], panel["training"]["ci95"]
     low, high = saves["stall_ratio_range"]
+    started = REFERENCE / "start/start.json"
     return "\n".join(
         (
             f"- Saving {saves['size_mib']:.0f} MiB in the background stops training for {saves['stall_ratio_median']:.1%} of the time that",
@@ -144,8 +146,32 @@ def overheads() -> str:
             f"- The panel opens a run of {panel['num_steps']:,} steps in {panel['open_s']:.1f} s; a redraw at {panel['points_per_curve']} points takes",
             f"  {panel['redraw_cpu_ms']:.1f} ms of the kernel and {panel['redraw_kilobytes']:.0f} kB; throughput with it over without:",
             f"  {ratio:.3f} [{interval[0]:.3f}, {interval[1]:.3f}] (`benchmarks/panel.py`).",
+            *starting(json.loads(started.read_text()) if started.is_file() else None),
         )
     )
+
+
+def starting(report: dict | None) -> list[str]:
+    """What comes before the first step, and around training, beside what it should be."""
+    if report is None:
+        return [
+            "- Time to the first optimized step, and what a notebook takes beside training: not measured yet (`benchmarks/start.py`)."
+        ]
+    warm, cold, targets = report["warm"], report["cold"], report["targets"]
+    first = [one["first_step_s"] for one in warm]
+    parts = {
+        name: median(one["parts_s"][name] for one in report["notebooks"]) for name in report["notebooks"][0]["parts_s"]
+    }
+    split = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+    overheads = [one["overhead_s"] for one in report["notebooks"]]
+    return [
+        f"- The first step of `params/{report['params']}.yaml` ends {median(first):.1f} s after its start ({min(first):.1f} to {max(first):.1f}, {len(first)} starts)",
+        f"  where its code was compiled before, with an empty cache {cold['first_step_s']:.0f} s; wanted warm: {targets['warm_first_step_s']:g} s.",
+        f"  Compiling and loading take {median(one['compile_s'] for one in warm):.1f} s of a warm start, {cold['compile_s']:.0f} s of a cold one.",
+        f"- `notebooks/01_train.ipynb`, headless, takes {median(overheads):.1f} s beside training ({min(overheads):.1f} to {max(overheads):.1f});",
+        f"  wanted: under {targets['overhead_s']:g} s. Of these, in seconds: {split}",
+        f"  (`benchmarks/start.py`; {where(report)}).",
+    ]
 
 
 def conflicts() -> str:

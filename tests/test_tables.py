@@ -167,7 +167,7 @@ def test_a_comparison_shows_each_criterion_and_whether_it_holds(tiny_config, tra
         f"{ratio:.2f} (no interval)",
     ]
     assert found["test nRMSE over the baseline's"][1:] == ["1.03 (holds)", "advection 1"]
-    assert found["verdict"][2] == "failed" and found["the same of two equal arms (A/A)"][2] == "not measured"
+    assert found["verdict"][2] == "failed" and found["samples/s of two equal arms (A/A)"][2] == "not measured"
 
 
 def test_a_profile_shows_every_share_and_what_stands_out(profile):
