@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from upsnb.data import batches, generate
-from upsnb.data.batches import Batch, Loader, Microbatch, Schedule, augment, invert_square, transform_square
+from upsnb.data.batches import Batch, Loader, Schedule, augment, invert_square, transform_square
 from upsnb.data.datasets import generated_path, open_dataset
 from upsnb.errors import DataError
 
@@ -31,7 +31,11 @@ def rows(microbatches):
 
 def same(first, second):
     return len(first) == len(second) and all(
-        a.dataset == b.dataset and a.seed == b.seed and np.array_equal(a.pairs, b.pairs) for a, b in zip(first, second)
+        a.dataset == b.dataset
+        and a.seed == b.seed
+        and np.array_equal(a.pairs, b.pairs)
+        and np.array_equal(a.draws, b.draws)
+        for a, b in zip(first, second)
     )
 
 
@@ -209,10 +213,9 @@ def test_auto_keeps_small_data_on_the_device_and_reads_large_data(opened):
 # -- symmetries --------------------------------------------------------------------------------------------------------
 
 
-def augmented(family, inputs, targets, seed=3, size=None, rank=0):
+def augmented(family, inputs, targets, seed=3):
     batch = Batch("any", inputs.clone(), targets.clone(), torch.ones(len(inputs), 1), seed)
-    chosen = slice(rank * len(inputs), (rank + 1) * len(inputs))
-    augment(batch, family, Microbatch("any", np.zeros((len(inputs), 2)), seed, chosen), size or len(inputs))
+    augment(batch, family, np.random.default_rng(seed).random((len(inputs), 2)))
     return batch
 
 
@@ -269,12 +272,21 @@ def test_the_inverse_restores_every_image():
     assert torch.equal(transform_square(invert_square(x, elements), elements), x)
 
 
-@pytest.mark.parametrize("family, shape", [("advection1d", (2, 1, 32)), ("darcy2d", (1, 1, 8, 8))])
-def test_augmentation_does_not_depend_on_the_number_of_ranks(family, shape):
-    fields = torch.randn(8, *shape)
-    whole = augmented(family, fields, fields)
-    parts = [augmented(family, fields[2 * r : 2 * r + 2], fields[2 * r : 2 * r + 2], size=8, rank=r) for r in range(4)]
-    assert torch.equal(whole.inputs, torch.cat([part.inputs for part in parts]))
+@pytest.mark.parametrize("batch_size, num_ranks", [(4, 1), (2, 1), (2, 2), (2, 4)])
+def test_a_step_sees_the_same_images_however_its_pairs_are_shared_out(opened, batch_size, num_ranks):
+    settings = {"data.datasets.advection.augment": True, "data.datasets.darcy.augment": True}
+
+    def stream(size, ranks):
+        """All pairs of each dataset in the order of training."""
+        config, datasets = opened(**settings, **{"training.batch_size": size})
+        epochs = [list(Loader(datasets, config, rank, ranks, "cpu").epoch(1)) for rank in range(ranks)]
+        return {
+            name: torch.cat([b.inputs for batches in zip(*epochs) for b in batches if b.dataset == name])
+            for name in datasets
+        }
+
+    for name, expected in stream(8, 1).items():
+        assert torch.equal(stream(batch_size, num_ranks)[name][: len(expected)], expected), name
 
 
 def test_only_datasets_that_ask_for_it_are_augmented(opened):

@@ -26,8 +26,8 @@ class Microbatch:
 
     dataset: str
     pairs: np.ndarray  # (B, 2) int64: sample, first frame
-    seed: int  # of this microbatch's random draws, the same on all ranks
-    rows: slice  # this rank's rows of the global microbatch
+    draws: np.ndarray  # (B, 2) float64 in [0, 1), each pair's own: which symmetric image of it is shown
+    seed: int  # of this microbatch's query points, the same on all ranks
 
 
 @dataclass
@@ -46,6 +46,10 @@ class Schedule:
 
     An epoch visits every pair of the largest dataset once (but for an incomplete last microbatch, a different one each
     epoch) and as many microbatches of each other dataset, reshuffled as often as needed. Datasets take turns.
+
+    Order and random images belong to the pairs and not to the microbatches: a step that sees 32 pairs sees the same
+    ones in the same images as 4 microbatches of 8 or 2 of 16, on any number of ranks. Arms of a comparison that share
+    them out differently still train on the same data.
     """
 
     def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int):
@@ -71,26 +75,31 @@ class Schedule:
     def epoch(self, epoch: int, start: int = 0) -> list[Microbatch]:
         """This rank's microbatches of an epoch from position `start` on."""
         orders = {name: self._order(name, epoch) for name in self.pairs}
+        draws = {name: self._draws(name, epoch) for name in self.pairs}
         microbatches = []
         for position in range(start, self.num_microbatches):
             name = list(self.pairs)[position % len(self.pairs)]
             first = (position // len(self.pairs)) * self.global_size
             rows = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-            chosen = orders[name][first : first + self.global_size][rows]
+            chosen, drawn = (part[first : first + self.global_size][rows] for part in (orders[name], draws[name]))
             seed = int(np.random.SeedSequence((self.seed, epoch, position)).generate_state(1)[0])
-            microbatches.append(Microbatch(name, self.pairs[name][chosen], seed, rows))
+            microbatches.append(Microbatch(name, self.pairs[name][chosen], drawn, seed))
         return microbatches
 
     def _order(self, name: str, epoch: int) -> np.ndarray:
-        """Indices of pairs, enough for the epoch; each pass leaves out the tail that fills no microbatch."""
+        """Indices of pairs, enough for the epoch: as many passes over the dataset as that takes."""
         count, needed = len(self.pairs[name]), self.per_dataset * self.global_size
-        whole = count // self.global_size * self.global_size
         key = sorted(self.pairs).index(name)
         passes = [
-            np.random.default_rng((self.seed, epoch, key, number)).permutation(count)[:whole]
-            for number in range(-(-needed // whole))
+            np.random.default_rng((self.seed, epoch, key, number)).permutation(count)
+            for number in range(-(-needed // count))
         ]
         return np.concatenate(passes)[:needed]
+
+    def _draws(self, name: str, epoch: int) -> np.ndarray:
+        """Two numbers in [0, 1) for each index of `_order`."""
+        key = sorted(self.pairs).index(name)
+        return np.random.default_rng((self.seed, epoch, key)).random((self.per_dataset * self.global_size, 2))
 
 
 class PairReader(torch.utils.data.Dataset):
@@ -187,7 +196,7 @@ class Loader:
         microbatches = self.schedule.epoch(epoch, start)
         for microbatch, batch in zip(microbatches, self._read(microbatches), strict=True):
             if self.datasets[batch.dataset].augment:
-                augment(batch, self.datasets[batch.dataset].family.name, microbatch, self.schedule.global_size)
+                augment(batch, self.datasets[batch.dataset].family.name, microbatch.draws)
             yield batch
 
     def peek(self) -> list[Batch]:
@@ -231,19 +240,18 @@ class Loader:
 # -- symmetries of the equations -----------------------------------------------------------------------------------
 
 
-def augment(batch: Batch, family: str, microbatch: Microbatch, global_size: int) -> None:
-    """Replace the batch by a random image of itself under its equation's symmetries.
+def augment(batch: Batch, family: str, draws: np.ndarray) -> None:
+    """Replace each pair by an image of itself under its equation's symmetries.
 
-    Draws are made for the global microbatch and sliced, so that the curve does not depend on the number of ranks.
+    Args:
+        draws: (B, 2) in [0, 1); what decides which image.
     """
-    draws = np.random.default_rng(microbatch.seed)
     if family == "advection1d":  # linear, with constant coefficients on a circle: shift and sign
-        size = batch.inputs.shape[-1]
-        shift = draws.integers(0, size, global_size)[microbatch.rows]
-        sign = draws.choice((-1.0, 1.0), global_size)[microbatch.rows]
+        shift = (draws[:, 0] * batch.inputs.shape[-1]).astype(np.int64)
+        sign = np.where(draws[:, 1] < 0.5, -1.0, 1.0)
         batch.inputs, batch.targets = shift_and_sign((batch.inputs, batch.targets), shift, sign)
     elif family == "darcy2d":  # isotropic, on a square
-        element = draws.integers(0, 8, global_size)[microbatch.rows]
+        element = (draws[:, 0] * 8).astype(np.int64)
         batch.inputs, batch.targets = (transform_square(x, element) for x in (batch.inputs, batch.targets))
 
 
