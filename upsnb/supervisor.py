@@ -31,6 +31,8 @@ NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicat
     "NCCL_P2P_DISABLE": "0",
     "NCCL_IB_DISABLE": "0",
 }
+# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
+KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
 
 
 class Supervisor:
@@ -209,6 +211,7 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
             # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **{name: os.environ.get(name, value) for name, value in KEEP_FREED_PAGES.items()},
             # Beside the runs, because torch's own place is gone with /tmp: the second run compiles nothing anew.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
                 "TORCHINDUCTOR_CACHE_DIR", str(self.folder.parent / runfolder.COMPILE_CACHE)
