@@ -24,7 +24,7 @@ def smoke(clock: bool = True) -> dict:
 
 
 OTHERWISE = {  # notebook: parameters beside or instead of the preset
-    "02_compare": {**smoke(clock=False), "isolate": "activation_checkpointing", "block_s": 1.0},
+    "02_compare": {**smoke(clock=False), "isolate": "activation_checkpointing", "seeds": [42], "block_s": 1.0},
     "04_phases": {
         "preset": "smoke",
         "chosen": ["activation_checkpointing", "loss_frequency"],
