@@ -52,15 +52,17 @@ def speed(blocks: Sequence[dict], ratios: Mapping[str, Mapping], *, baseline: st
             right.plot([low, high], [row, row], color=colour.get(name, VERMILLION), lw=3, solid_capstyle="butt")
         right.plot(median, row, "o", color=colour.get(name, VERMILLION), ms=6)
         interval = f" [{low:.2f}, {high:.2f}]" if low is not None else ""
+        ends = [end for end in (low, median, high) if end is not None]
+        side, place = ("left", min(ends)) if median < 1.5 else ("right", max(ends))  # inwards, away from the frame
         right.annotate(
-            f"{median:.2f}{interval}", (median, row), (0, 8), textcoords="offset points", ha="center", fontsize=8
+            f"{median:.2f}{interval}", (place, row), (0, 8), textcoords="offset points", ha=side, fontsize=8
         )
     right.axvline(1, color=GREY, ls="--", lw=1)
     right.set_yticks(range(len(shown)), [name for name, _ in shown])
     right.set_ylim(-0.6, len(shown) - 0.4)
     highest = max((max(ratio["median"], ratio["ci95"][1] or 0) for _, ratio in shown), default=1)
     lowest = min((min(ratio["median"], ratio["ci95"][0] or np.inf) for _, ratio in shown), default=1)
-    margin = 0.3 * max(highest - min(lowest, 1), 0.1)
+    margin = 0.15 * max(highest - min(lowest, 1), 0.1)
     right.set_xlim(min(lowest, 1) - margin, max(highest, 1) + margin)
     right.set(xlabel=label(f"throughput / {baseline}'s"))
     right.grid(axis="y", visible=False)
