@@ -54,9 +54,7 @@ def speed(blocks: Sequence[dict], ratios: Mapping[str, Mapping], *, baseline: st
         interval = f" [{low:.2f}, {high:.2f}]" if low is not None else ""
         ends = [end for end in (low, median, high) if end is not None]
         side, place = ("left", min(ends)) if median < 1.5 else ("right", max(ends))  # inwards, away from the frame
-        right.annotate(
-            f"{median:.2f}{interval}", (place, row), (0, 8), textcoords="offset points", ha=side, fontsize=8
-        )
+        right.annotate(f"{median:.2f}{interval}", (place, row), (0, 8), textcoords="offset points", ha=side, fontsize=8)
     right.axvline(1, color=GREY, ls="--", lw=1)
     right.set_yticks(range(len(shown)), [name for name, _ in shown])
     right.set_ylim(-0.6, len(shown) - 0.4)

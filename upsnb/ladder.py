@@ -78,12 +78,16 @@ def plan(base: RunConfig, found: Hardware, chosen: Sequence[str] = ()) -> tuple[
         rung = overlays.apply(rung, {**phase.on, **phase.ladder})
         entries.append(Entry("ladder", phase.name, rung, BASELINE))
     if len(used) > 1:
-        entries += [Entry("leave_one_out", phase.name, _without(rung, phase), FULL) for phase in used]
+        entries += [Entry("leave_one_out", phase.name, _without(rung, phase, off), FULL) for phase in used]
     return entries, off, skipped
 
 
-def _without(full: RunConfig, phase: Phase) -> RunConfig:
-    return overlays.apply(full, phase.off)  # batch and accumulation stay, so that one thing differs
+def _without(full: RunConfig, phase: Phase, off: RunConfig) -> RunConfig:
+    """The full set with one phase as it is without any: float32 where the base has it, and not the recipe's float16.
+
+    Batch and accumulation stay, so that one thing differs.
+    """
+    return overlays.apply(full, {path: phases.setting(off, path) for path in phase.on})
 
 
 def measure(
