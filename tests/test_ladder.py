@@ -50,7 +50,7 @@ def test_what_is_left_out_differs_from_the_full_set_in_one_phase_alone():
         assert entry.against == ladder.FULL
         assert overlays.difference(full, entry.config).keys() <= BY_NAME[entry.phase].on.keys()
         assert not is_on(BY_NAME[entry.phase], entry.config)
-        # as without any phase: without bf16 a laptop computes in float32, where the recipe's float16 takes seconds a step
+        # as without any phase: without bf16 a laptop computes in float32, and not in the recipe's float16
         for path in BY_NAME[entry.phase].on:
             assert setting(entry.config, path) == setting(off, path)
 
