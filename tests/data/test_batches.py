@@ -272,6 +272,21 @@ def test_the_inverse_restores_every_image():
     assert torch.equal(transform_square(invert_square(x, elements), elements), x)
 
 
+def test_images_are_drawn_from_another_stream_than_the_order(opened, monkeypatch):
+    # A tuple of seeds with a zero at its end is numpy's seed without it: order and image would come from the same bits.
+    states, make = [], np.random.default_rng
+
+    def noted(seed):
+        generator = make(seed)
+        states.append(generator.bit_generator.state["state"]["state"])
+        return generator
+
+    config, datasets = opened()
+    monkeypatch.setattr(batches.np.random, "default_rng", noted)
+    Schedule(datasets, config, 0, 1).epoch(0)
+    assert len(states) > 4 and len(set(states)) == len(states)
+
+
 @pytest.mark.parametrize("batch_size, num_ranks", [(4, 1), (2, 1), (2, 2), (2, 4)])
 def test_a_step_sees_the_same_images_however_its_pairs_are_shared_out(opened, batch_size, num_ranks):
     settings = {"data.datasets.advection.augment": True, "data.datasets.darcy.augment": True}
