@@ -53,7 +53,8 @@ def _rows(ax: Axes, rows: Sequence[Mapping], names: Sequence[str]) -> None:
             ax.plot(row["promised"], place, "o", mfc="none", mec=GREY, ms=7)
             reach.append(row["promised"])
         if ratio["median"] is None:
-            ax.annotate("failed", (1, place), (6, 0), textcoords="offset points", va="center", color=VERMILLION)
+            why = "failed" if "failed" in row else "no steady step"
+            ax.annotate(why, (1, place), (6, 0), textcoords="offset points", va="center", color=VERMILLION)
             continue
         low, high = (end if end is not None else ratio["median"] for end in ratio["ci95"])
         colour, sure = (BLUE if ratio["median"] >= 1 else VERMILLION), not low <= 1 <= high

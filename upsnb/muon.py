@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon`: the same state and the same updates, batched over the repeated blocks of a transformer.
 
-    A hundred products of small matrices, one after the other, keep no machine busy: for 25 matrices of width 96 on two
-    CPU cores the batched chain takes an eighth of the time. Sharded weights are stepped as torch does.
+    Hundreds of products of small matrices, one after the other, keep no machine busy (docs/LOG.md has what batching
+    saves). Sharded weights are stepped as torch does.
     """
 
     def __init__(self, weights: list[Tensor], **settings):
