@@ -99,7 +99,7 @@ class Schedule:
     def _draws(self, name: str, epoch: int) -> np.ndarray:
         """Two numbers in [0, 1) for each index of `_order`."""
         key = sorted(self.pairs).index(name)
-        # numpy takes (seed, epoch, key) and (seed, epoch, key, 0) for the same seed, hence a spawn key beside `_order`'s.
+        # A spawn key: numpy takes seeds (seed, epoch, key) and (seed, epoch, key, 0) for the same, `_order`'s.
         own = np.random.SeedSequence((self.seed, epoch, key), spawn_key=(1,))
         return np.random.default_rng(own).random((self.per_dataset * self.global_size, 2))
 
