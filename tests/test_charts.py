@@ -243,8 +243,8 @@ def test_still_figure_has_the_same_strips_and_flips_without_pyplot(tmp_path, mon
     dashed = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert len(dashed) == len(followed.flips) == 12
     assert "×1.31 [1.27, 1.35], memory −21 %" in figure.axes[-1].get_xlabel()
-    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert figure._repr_png_()[0].startswith(b"\x89PNG")
 
 
 def test_still_figure_of_a_run_without_steps_says_so(tmp_path):
-    assert still.figure(history(tmp_path))._repr_png_().startswith(b"\x89PNG")
+    assert still.figure(history(tmp_path))._repr_png_()[0].startswith(b"\x89PNG")

@@ -207,7 +207,14 @@ def test_saved_file_is_a_png_at_150_dpi_and_the_same_every_time(tmp_path):
 def test_notebooks_can_show_a_figure_without_pyplot():
     figure = CASES["spectra"]()
     assert isinstance(figure, Figure)
-    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert figure._repr_png_()[0].startswith(b"\x89PNG")
+
+
+def test_what_is_shown_is_what_is_saved_and_smaller_than_it_is_sharp(tmp_path):
+    figure = CASES["spectra"]()
+    shown, size = figure._repr_png_()
+    assert figure_style.save(figure, tmp_path, "spectra").read_bytes() == shown
+    assert int.from_bytes(shown[16:20], "big") / size["width"] == pytest.approx(150 / 110, rel=0.01)
 
 
 def test_pyplot_and_torch_are_never_imported(tmp_path):

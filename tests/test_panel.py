@@ -224,7 +224,7 @@ def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser)
     shown.close()
     shown.close()
     assert not shown._thread.is_alive() and len(browser) == 2
-    assert browser[1]._repr_png_().startswith(b"\x89PNG") and shown.box.comm is None
+    assert browser[1]._repr_png_()[0].startswith(b"\x89PNG") and shown.box.comm is None
 
 
 def test_headless_watch_prints_lines_until_the_run_ends(folder, capsys, monkeypatch):

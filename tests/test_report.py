@@ -191,7 +191,7 @@ def test_run_that_did_not_finish_says_so_and_claims_no_accuracy(tmp_path, status
     assert made["datasets"] == {} and made["train_time_s"] is None and made["split"] is None
     assert made["steps"] == 60 and made["peak_memory_gib"] == 0.125
     assert status in report.costs(made) and report.table(made).empty
-    assert set(report.write_figures(whole)) == {"loss", "throughput"}
+    assert set(report.write_figures(drawings.RunFigures.of(whole))) == {"loss", "throughput"}
 
 
 def test_run_that_failed_before_its_first_step(tmp_path):
@@ -199,7 +199,7 @@ def test_run_that_failed_before_its_first_step(tmp_path):
     made = report.train_report(run)
     assert made.keys() == KEYS and made["steps"] == 0 and made["loss"] == {"first": None, "last": None}
     assert made["device"] is None and made["peak_memory_gib"] is None and made["data_wait_share"] is None
-    assert report.costs(made) and report.write_figures(run) == {}
+    assert report.costs(made) and report.write_figures(drawings.RunFigures.of(run)) == {}
 
 
 def test_report_is_readable_while_it_is_replaced(tmp_path, monkeypatch):
@@ -239,12 +239,19 @@ def test_unknown_error_is_no_gain():
 
 def test_every_figure_is_drawn_from_the_folder_alone(tmp_path):
     run = finished(tmp_path / "run")
-    written = report.write_figures(run)
+    written = report.write_figures(drawings.RunFigures.of(run))
     assert set(written) == {
         *("loss", "throughput", "error_distribution", "rollout_waves"),
         *("prediction_waves", "spectrum_waves", "prediction_darcy", "spectrum_darcy"),
     }
     assert all(path.parent == run.folder / "figures" and path.stat().st_size > 5000 for path in written.values())
+
+
+def test_a_figure_that_was_shown_is_not_drawn_again_to_be_saved(tmp_path, monkeypatch):
+    drawn = drawings.RunFigures.of(finished(tmp_path / "run"))
+    shown = drawn.prediction("darcy")
+    monkeypatch.setattr(drawings.figures, "prediction_truth_error_2d", None)
+    assert drawn.prediction("darcy") is shown and report.write_figures(drawn)["prediction_darcy"].is_file()
 
 
 def test_two_dimensional_fields_are_drawn_upright(tmp_path):

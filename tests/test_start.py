@@ -30,7 +30,7 @@ EXECUTED = {
         cell("opened = {}", 8, 10),
         cell("run = launch.start(config)", 10, 11),
         cell("panel.watch()\nrun.wait()", 11, 50),
-        cell("report.write_figures(run)", 50, 59),
+        cell("report.write_figures(drawn)", 50, 59),
     ],
 }
 EVENTS = [{"kind": "start", "time": BEGAN + 17}, {"kind": "step", "time": BEGAN}, {"kind": "end", "time": BEGAN + 48}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import re
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import comparison, hardware, ladder, overlays, phases, planning, profiling, report, runfolder, runs, scaling
+from upsnb import hardware, overlays, phases, runfolder
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
 from upsnb.reportfile import FIGURES, REPORT
@@ -19,6 +20,13 @@ from upsnb.reportfile import FIGURES, REPORT
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
 CAUSE_LINES = 15  # of an error's message; the executed notebook holds the rest
+SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
+    "compare": "comparison",
+    "memory": "planning",
+    "phases": "ladder",
+    "profile": "profiling",
+    "scaling": "scaling",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +69,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     if folder is None:
         folder = runfolder.new_folder(config.logging.name, config.logging.root)
     elif (folder / runfolder.MANIFEST).exists():
-        status = runs.Run(folder).status()
+        status, _ = runfolder.state(folder)
         if status in runfolder.ALIVE:
             raise RunError(f"{folder}: its run is {status} -> attach to it, or stop it first")
         if not config.checkpoint.resume:
@@ -209,6 +217,7 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
             autosave_cell_every=10,
             extra_arguments=["--IPKernelApp.log_level=ERROR"],  # a warning about TCP greets every run otherwise
             coalesce_streams=True,  # otherwise every flushed line becomes an output of its own
+            shutdown_kernel="immediate",  # nothing is left to do in it, and asked politely it takes a second
         )
     except papermill.PapermillExecutionError as error:
         lines = f"{error.ename}: {error.evalue}".splitlines()
@@ -223,9 +232,8 @@ def _run_failure(folder: Path) -> str | None:
     """Why the run in a folder failed, even if its notebook ran to the end."""
     if not (folder / runfolder.MANIFEST).exists():
         return None  # not every notebook trains
-    ended = runs.Run(folder)
-    status = ended.status()
-    return f"the run {status}: {ended.cause()}" if status in ("failed", "died") else None
+    status, cause = runfolder.state(folder)
+    return f"the run {status}: {cause}" if status in ("failed", "died") else None
 
 
 # -- what was reached ----------------------------------------------------------------------------------------------
@@ -236,10 +244,12 @@ def summary(folder: Path) -> str:
     lines = []
     try:
         reached = json.loads((folder / REPORT).read_text())
-        of_kind = {module.KIND: module.summary for module in (comparison, ladder, planning, profiling, scaling)}
-        if reached.get("kind") in of_kind:
-            lines += ["", of_kind[reached["kind"]](reached), ""]
+        if reached.get("kind") in SUMMARISED_BY:
+            module = importlib.import_module(f"upsnb.{SUMMARISED_BY[reached['kind']]}")
+            lines += ["", module.summary(reached), ""]
         else:
+            from upsnb import report
+
             rows = report.table(reached)
             lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), report.costs(reached), ""]
     except FileNotFoundError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, wraps
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from upsnb.data.datasets import Dataset
 from upsnb.data.families import FAMILIES
 from upsnb.figure_style import edges, label
 from upsnb.runs import Run
+from upsnb.throughput import steady_throughput
 
 EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"  # written by training; importing that would load torch
 
@@ -33,15 +34,29 @@ def read_evaluation(folder: Path, events: list[dict]) -> dict:
     return json.loads(path.read_text()) if end_of_last_launch(events) and path.is_file() else {}
 
 
+def once(draw):
+    """A method that draws when first asked for a figure, and hands out the same one afterwards."""
+
+    @wraps(draw)
+    def drawn(self: RunFigures, *which: str) -> Figure:
+        key = (draw.__name__, *which)
+        if key not in self.drawn:
+            self.drawn[key] = draw(self, *which)
+        return self.drawn[key]
+
+    return drawn
+
+
 @dataclass(frozen=True)
 class RunFigures:
-    """Draws the figures of one run, each when asked for; needs no model."""
+    """Draws the figures of one run, each when first asked for; needs no model."""
 
     folder: Path
     config: RunConfig
     events: list[dict]
     split: str  # the one that was evaluated; empty if none was
     results: dict[str, dict]  # evaluation.json's, by dataset
+    drawn: dict[tuple[str, ...], Figure] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, run: Run) -> RunFigures:
@@ -56,6 +71,7 @@ class RunFigures:
         """Datasets that have a time to roll out over."""
         return [name for name, result in self.results.items() if result["per_time"]]
 
+    @once
     def prediction(self, name: str, pick: str = "median") -> Figure:
         """Truth, prediction and error: in 1-D of one sample over space and time, in 2-D of each kept sample."""
         kept, family = self._examples(name), FAMILIES[self.config.data.datasets[name].family]
@@ -81,6 +97,7 @@ class RunFigures:
             samples, quantity=quantity, input_quantity=family.input_channels[0], title=f"{what}: by nRMSE"
         )
 
+    @once
     def rollout(self, name: str) -> Figure:
         """nRMSE as the self-fed forecast goes on, beside persistence."""
         per_time = self.results[name]["per_time"]
@@ -92,6 +109,7 @@ class RunFigures:
             title=f"{name}: {self.results[name]['num_samples']} trajectories of the {self.split} split",
         )
 
+    @once
     def spectrum(self, name: str) -> Figure:
         """Energy by wavenumber of truth, prediction and error at the last frame, mean over the kept samples."""
         import torch  # here, as nothing else about a report needs it
@@ -102,14 +120,15 @@ class RunFigures:
         last = {"truth": kept["truth"][:, -1:], "prediction": kept["forecast"][:, -1:]}
         last["error"] = last["prediction"] - last["truth"]
         curves = {}
-        for curve, field in last.items():
-            wavenumber, energy = metrics.energy_spectrum(torch.from_numpy(field))
+        for curve, values in last.items():
+            wavenumber, energy = metrics.energy_spectrum(torch.from_numpy(values))
             curves[curve] = energy[:, 0, 0].mean(0).numpy()
         family = FAMILIES[self.config.data.datasets[name].family]
         when = f" at t = {kept['times'][-1]:.3g}" if family.time_dependent else ""
         title = f"{name}{when}: mean of {len(kept['truth'])} samples of the {self.split} split"
         return figures.spectra(wavenumber.numpy(), curves, quantity=family.output_channels[0], title=title)
 
+    @once
     def losses(self) -> Figure:
         """Every loss term by step and dataset, and the validation error."""
         steps = _latest(self.events)
@@ -127,12 +146,15 @@ class RunFigures:
         }
         return figures.loss_terms(list(steps), curves, validation=validation)
 
-    def throughput(self, speed: dict) -> Figure:
-        """Samples per second of every step, and the median with its interval (`steady_throughput`)."""
+    @once
+    def throughput(self) -> Figure:
+        """Samples per second of every step, and the median with its interval."""
+        speed = steady_throughput(self.events)
         steps = list(_latest(self.events).values())
         columns = ([step[key] for step in steps] for key in ("time_s", "samples_per_s", "steady"))
         return figures.throughput(*columns, *_floats([speed["median"]]), tuple(_floats(speed["ci95"])))
 
+    @once
     def distribution(self) -> Figure:
         """Which share of the samples has which error: over the whole rollout where there is one."""
         scores, baselines = {}, {}
@@ -144,11 +166,11 @@ class RunFigures:
             baselines[curve] = next((value for value in found if value is not None), np.nan)
         return figures.error_distribution(scores, baselines=baselines, baseline_name="without a model")
 
-    def all(self, speed: dict) -> dict[str, Callable[[], Figure]]:
+    def all(self) -> dict[str, Callable[[], Figure]]:
         """Every figure this run can show, by file name."""
         drawings: dict[str, Callable[[], Figure]] = {}
         if any(event["kind"] == "step" for event in self.events):
-            drawings |= {"loss": self.losses, "throughput": partial(self.throughput, speed)}
+            drawings |= {"loss": self.losses, "throughput": self.throughput}
         for name in self.results:
             drawings[f"prediction_{name}"] = partial(self.prediction, name)
             drawings[f"spectrum_{name}"] = partial(self.spectrum, name)

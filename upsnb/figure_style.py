@@ -7,7 +7,7 @@ Every quantity is labelled `name [unit]`; a dimensionless one has the unit `-`.
 """
 
 from collections.abc import Collection, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from io import BytesIO
 from pathlib import Path
 
@@ -52,11 +52,18 @@ STYLE = {
 class StillFigure(Figure):
     """A Figure that Jupyter draws without pyplot: IPython knows bare Figures only after pyplot was imported."""
 
-    def _repr_png_(self) -> bytes:
+    @cached_property
+    def png(self) -> bytes:
+        """The finished figure at 150 dpi, drawn once: shown, then saved."""
         buffer = BytesIO()
         with matplotlib.rc_context(STYLE):
-            self.savefig(buffer, format="png", dpi=self.dpi)
+            # No version stamp: the same data gives the same bytes.
+            self.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
         return buffer.getvalue()
+
+    def _repr_png_(self) -> tuple[bytes, dict]:
+        width, height = self.get_size_inches() * self.dpi
+        return self.png, {"width": round(width), "height": round(height)}  # the smaller, the sharper on a dense screen
 
 
 class DecimalLogFormatter(LogFormatterMathtext):
@@ -68,13 +75,11 @@ class DecimalLogFormatter(LogFormatterMathtext):
         return f"{x:g}" if text and low >= 1e-4 and high < 1e5 else text
 
 
-def save(figure: Figure, folder: str | Path, name: str) -> Path:
+def save(figure: StillFigure, folder: str | Path, name: str) -> Path:
     """Write `folder/name.png` at 150 dpi and return its path."""
     path = Path(folder) / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
-        # No version stamp: the same data gives the same bytes.
-        figure.savefig(path, dpi=150, metadata={"Software": None})
+    path.write_bytes(figure.png)
     return path
 
 
@@ -98,7 +103,7 @@ def label(quantity: str, unit: str = "-") -> str:
     return f"{quantity} [{unit}]"
 
 
-def empty_figure(width: float, height: float, title: str) -> Figure:
+def empty_figure(width: float, height: float, title: str) -> StillFigure:
     """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page."""
     figure = StillFigure(figsize=(width, height), layout="constrained")
     if title:

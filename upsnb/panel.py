@@ -90,7 +90,7 @@ class Panel:
             if deadline is not None and time.monotonic() >= deadline:
                 return self.status
             pause = time.monotonic() + INTERVAL_S
-            while time.monotonic() < pause:
+            while time.monotonic() < pause and self.run.status() in runfolder.ALIVE:
                 if not headless:
                     serve_clicks(getattr(get_ipython(), "kernel", None))
                 time.sleep(0.05)

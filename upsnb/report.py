@@ -252,8 +252,6 @@ def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:
 # -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def write_figures(run: Run) -> dict[str, Path]:
-    """Draw all that the run can show into `figures/`; figure name -> PNG."""
-    drawn = RunFigures.of(run)
-    drawings = drawn.all(steady_throughput(drawn.events))
-    return {name: save(draw(), run.folder / FIGURES, name) for name, draw in drawings.items()}
+def write_figures(drawn: RunFigures) -> dict[str, Path]:
+    """Write all that a run can show into its folder's `figures/`; figure name -> PNG."""
+    return {name: save(draw(), drawn.folder / FIGURES, name) for name, draw in drawn.all().items()}
