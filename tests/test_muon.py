@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from upsnb import muon
 from upsnb.muon import Muon
 
 SHAPES = [(96, 96), (192, 96), (96, 192), (96, 96), (64, 64), (192, 96), (7, 3)]
@@ -38,6 +39,20 @@ def test_it_trains_as_torch_does_to_the_rounding_of_its_bfloat16_products():
         torch.testing.assert_close(
             batched.state[weight]["momentum_buffer"], single.state[expected]["momentum_buffer"], atol=1e-6, rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("elements", [1, 2 * 96 * 192])
+def test_a_batch_is_cut_where_it_would_cost_too_much_memory(elements, monkeypatch):
+    whole, cut = weights(), weights()
+    give_gradients(whole, cut, seed=3)
+    Muon(whole, **SETTINGS).step()
+    sizes, chain = [], muon.orthogonal
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
+    monkeypatch.setattr(muon, "orthogonal", lambda x, *rest: sizes.append(len(x)) or chain(x, *rest))
+    Muon(cut, **SETTINGS).step()
+    assert max(sizes) == (1 if elements == 1 else 2) and sum(sizes) == len(SHAPES)
+    for one, other in zip(whole, cut):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-2)  # products of another size round otherwise
 
 
 def test_a_weight_without_gradient_is_not_even_decayed():

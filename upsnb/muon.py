@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+BATCH_ELEMENTS = 2**22  # of one chain: larger products keep a machine busy by themselves, and batches cost memory
+
 
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon`: the same state and the same updates, batched over the repeated blocks of a transformer.
@@ -37,17 +39,20 @@ class Muon(torch.optim.Muon):
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(gradient)
         moments = [self.state[weight]["momentum_buffer"] for weight in weights]
         torch._foreach_lerp_(moments, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, moments, group["momentum"]) if group["nesterov"] else moments
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         alike: dict[tuple, list[int]] = {}
-        for number, update in enumerate(updates):
-            alike.setdefault((*sorted(update.shape), update.device), []).append(number)
-        for (_, longer, _), numbers in alike.items():
-            wide = torch.stack([lying(updates[number]).bfloat16() for number in numbers])
-            directions = orthogonal(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            rate = 0.2 * longer**0.5 * group["lr"]
-            for number, direction in zip(numbers, directions):
-                lying(weights[number]).add_(direction, alpha=-rate)
+        for number, weight in enumerate(weights):
+            alike.setdefault((*sorted(weight.shape), weight.device), []).append(number)
+        for (shorter, longer, _), those in alike.items():
+            rate, count = 0.2 * longer**0.5 * group["lr"], max(1, BATCH_ELEMENTS // (shorter * longer))
+            for numbers in (those[start : start + count] for start in range(0, len(those), count)):
+                updates = [moments[number] for number in numbers]
+                if group["nesterov"]:
+                    updates = torch._foreach_lerp([gradients[n] for n in numbers], updates, group["momentum"])
+                wide = torch.stack([lying(update).bfloat16() for update in updates])
+                directions = orthogonal(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                for number, direction in zip(numbers, directions):
+                    lying(weights[number]).add_(direction, alpha=-rate)
 
 
 def lying(matrix: Tensor) -> Tensor:
