@@ -163,7 +163,9 @@ def compared(report: Mapping) -> str:
     ]
     seeds = len(report["arms"][first])
     turns = "interleaved" if report["interleaved"] else "one after the other"
-    head = f"{second} against {first}, {where(report)}, {seeds} seed{'s' * (seeds > 1)}, {turns}:"
+    files = [file for names in report["files"].values() for file in names]
+    data = ", ".join(files) or "generated data"
+    head = f"{second} against {first}, {data}, {where(report)}, {seeds} seed{'s' * (seeds > 1)}, {turns}:"
     return "\n".join([head, "", *table(["", "required", "measured"], rows)])
 
 

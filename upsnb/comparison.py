@@ -116,6 +116,7 @@ def compared(
         "arms": arms,
         "baseline": first,
         "optimized": second,
+        "files": {name: list(data.files) for name, data in runs[first][0].config.data.datasets.items()},  # or generated
         "differences": overlays.difference(runs[first][0].config, runs[second][0].config),
         "interleaved": ratios is not None,
         "aa_ratio": ratios.get(NOISE) if ratios else None,
