@@ -27,13 +27,13 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_repository.py
 
 # Fast tests first: most mistakes show within a minute. Slow ones start processes of their own and mostly wait for them,
-# so two at a time. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's parameters; nbval has its own
-# time limit per cell, and a cell that trains takes longer than any test may.
+# so two at a time, like notebooks. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's parameters; nbval
+# has its own time limit per cell, and a cell that trains takes longer than any test may.
 test: check compiler $(HOSTED)
 	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto --dist loadfile
 	$(BIN)/python -m pytest -q tests -m slow -n 2 --dist loadfile --durations=10 || test $$? = 5  # 5: no test is marked slow
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
-		--nbval-cell-timeout=120 --timeout=0 $(NOTEBOOKS))
+		--nbval-cell-timeout=240 --timeout=0 -n 2 --dist loadfile $(NOTEBOOKS))
 
 clean:
 	rm -rf $(VENV) .colab *.egg-info .pytest_cache .ruff_cache
