@@ -114,11 +114,11 @@ _SYNC_BUFFERS = (  # torch 2.13 renamed it and warns about the old name
 )
 
 
-def wrap_ddp(module: nn.Module, ranks: Ranks, find_unused_parameters: bool = False) -> nn.Module:
+def wrap_ddp(module: nn.Module, ranks: Ranks) -> nn.Module:
     """`module` with gradients averaged over ranks; unchanged for a single rank.
 
-    Args:
-        find_unused_parameters: needed where a step may leave parameters without a gradient; walks the graph each step.
+    Every parameter has to have a gradient in every step (`LossModule.touch_all`): looking for those without one would
+    walk the graph each time.
     """
     if ranks.world_size == 1:
         return module
@@ -127,7 +127,6 @@ def wrap_ddp(module: nn.Module, ranks: Ranks, find_unused_parameters: bool = Fal
         device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
         **{_SYNC_BUFFERS: False},  # buffers here are constants; sending them costs a message a forward
         gradient_as_bucket_view=True,  # saves one copy of all gradients
-        find_unused_parameters=find_unused_parameters,
     )
 
 
