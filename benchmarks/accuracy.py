@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 
-from upsnb import evaluation, hardware, launch, metrics, overlays, runfolder
+from upsnb import hardware, overlays
 from upsnb.data.families import open_source
-from upsnb.setup import load_model
+from upsnb.runs import launch, runfolder
+from upsnb.training import evaluation, metrics
+from upsnb.training.setup import load_model
 
 TASKS = {"darcy": "params/darcy_5min.yaml", "advection": "params/advection_5min.yaml"}
 DOUBLE = "2D_DarcyFlow_beta1.0_res128.hdf5"

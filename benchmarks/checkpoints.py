@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from upsnb import hardware
-from upsnb.checkpoint import Saver
-from upsnb.events import EventWriter, read_events
-from upsnb.parallel import Ranks
+from upsnb.runs.events import EventWriter, read_events
+from upsnb.training.checkpoint import Saver
+from upsnb.training.parallel import Ranks
 
 OUTPUT = Path(__file__).resolve().parents[1] / "outputs/reference/checkpoints/stall.json"
 CLAIM = 0.05  # an asynchronous save stalls training by less than this share of a synchronous one

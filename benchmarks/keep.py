@@ -15,9 +15,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from upsnb import runfolder
 from upsnb.errors import RunError
-from upsnb.reportfile import FIGURES, REPORT
+from upsnb.report.file import FIGURES, REPORT
+from upsnb.runs import runfolder
 
 REFERENCE = Path(__file__).resolve().parents[1] / "outputs/reference"
 NOTEBOOK = "notebook.ipynb"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from upsnb.compare.scaling import AGAIN, REHEARSAL
 from upsnb.phases import EXTRAS, PHASES
-from upsnb.reportfile import number
-from upsnb.scaling import AGAIN, REHEARSAL
+from upsnb.report.file import number
 
 NOT_YET = "Not measured yet."
 FEW_GPUS = ("T4", "A100-80", "H200")  # of the devices that 03_memory asks about, the ones that documents show

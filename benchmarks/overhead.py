@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from upsnb.events import EventWriter, Heartbeat
-from upsnb.runfolder import read_control
-from upsnb.runs import Run
+from upsnb.runs.events import EventWriter, Heartbeat
+from upsnb.runs.handle import Run
+from upsnb.runs.runfolder import read_control
 
 REPEATS = 20_000
 

@@ -18,16 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
-from upsnb import charts, events, hardware, launch, overlays, runfolder, runs
-from upsnb.flips import throughput_ratio
-from upsnb.panel import Panel
+from upsnb import hardware, overlays
+from upsnb.runs import events, handle, launch, runfolder
+from upsnb.widgets import charts
+from upsnb.widgets.panel import Panel
+from upsnb.worker.flips import throughput_ratio
 
 NUM_STEPS, NUM_REDRAWS, TURN_S = 100_000, 200, 5.0
 FULLEST = 76_800  # steps that make 300 buckets of 256: the most a curve ever has
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def synthetic(folder: Path, num_steps: int) -> runs.Run:
+def synthetic(folder: Path, num_steps: int) -> handle.Run:
     """A run folder as a trainer leaves it, every curve noisy, a flip now and then."""
     config = overlays.load(ROOT / "params/smoke.yaml")
     runfolder.create(config, folder)
@@ -48,7 +50,7 @@ def synthetic(folder: Path, num_steps: int) -> runs.Run:
             flip |= {"phases": {"bf16": True}, "applied": True, "reason": None, "duration_ms": 2.0}
             lines += [{"kind": "flip", **flip}, {"kind": "flip_effect", **flip, **EFFECT}]
     events.events_path(folder).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return runs.Run.attach(folder)
+    return handle.Run.attach(folder)
 
 
 EFFECT = {"ratio": 1.31, "ci95": [1.27, 1.35], "memory_gib": [1.0, 0.79]}

@@ -18,13 +18,15 @@ from pathlib import Path
 import torch
 from neuralop.models import FNO
 
-from upsnb import evaluation, hardware, metrics, optimizers, overlays, runfolder
+from upsnb import hardware, overlays
 from upsnb.config import SchedulerConfig
 from upsnb.data.batches import Loader
 from upsnb.data.datasets import Dataset
-from upsnb.losses import relative_error
-from upsnb.parallel import Ranks
-from upsnb.setup import open_datasets
+from upsnb.runs import runfolder
+from upsnb.training import evaluation, metrics, optimizers
+from upsnb.training.losses import relative_error
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import open_datasets
 
 TASKS = {  # ten frames in and one out for advection: what PDEBench's own FNO is trained with
     "darcy": ("params/darcy_5min.yaml", {}, {"n_modes": (16, 16), "hidden_channels": 32}),

@@ -22,11 +22,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
-from upsnb import launch, overlays, runfolder
+from upsnb import overlays
+from upsnb.compare.turns import Turns
 from upsnb.config import RunConfig
 from upsnb.data import datasets
-from upsnb.interleave import Turns
-from upsnb.reportfile import REPORT, finish
+from upsnb.report.file import REPORT, finish
+from upsnb.runs import launch, runfolder
 
 ROOT = runfolder.project_root()
 OUTPUT = ROOT / "outputs/reference/start/start.json"

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import overlays, runfolder, training
+from upsnb import overlays
 from upsnb.config import LatentConfig, OperatorConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.ups import UPS
-from upsnb.parallel import Ranks
-from upsnb.setup import Setup
+from upsnb.runs import runfolder
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
+from upsnb.worker import loop
 
 GENERATED = {
     "advection": {"num_samples": 20, "resolution": 32, "num_times": 13, "parameter": 0.4, "seed": 0},
@@ -104,7 +106,7 @@ def train_here():
             runfolder.create(config, folder)
         events = runfolder.EventWriter(folder)
         try:
-            training.train(config, folder, ranks or Ranks(), events, Beat(folder, 0))
+            loop.train(config, folder, ranks or Ranks(), events, Beat(folder, 0))
         finally:
             events.close()
         return runfolder.read_events(folder)

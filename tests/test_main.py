@@ -9,9 +9,12 @@ import nbformat
 import pytest
 
 from upsnb import __main__ as command
-from upsnb import comparison, ladder, planning, profiling, runfolder, scaling
+from upsnb.compare import ladder, scaling, verdict
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
+from upsnb.memory import plan
+from upsnb.profile import report as profiling
+from upsnb.runs import runfolder
 
 PARAMETERS = "preset = ''\n" + "\n".join(f"{name} = {{}}" for name in RunConfig.model_fields) + "\nrun_folder = ''"
 CHECK = "from upsnb import overlays\nconfig = overlays.from_notebook(globals())"
@@ -220,7 +223,7 @@ def test_dead_kernel_fails(tmp_path):
 @pytest.mark.slow
 def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path):
     work = (
-        "from upsnb import runfolder\n"
+        "from upsnb.runs import runfolder\n"
         "runfolder.create(config, run_folder)\n"
         "_ = runfolder.update_manifest(run_folder, status='failed', cause='rank 1 ran out of memory')"
     )
@@ -265,7 +268,7 @@ def test_report_of_memory_prints_errors_and_batches(tmp_path):
     assert "largest error 25 % of 1, an allocator" in said and "T4  H200" in said and "7    77" in said
 
 
-@pytest.mark.parametrize("module", [comparison, ladder, planning, profiling, scaling])
+@pytest.mark.parametrize("module", [verdict, ladder, plan, profiling, scaling])
 def test_every_kind_of_report_is_told_by_its_own_module(module, tmp_path, monkeypatch):
     """A report of another kind than training's, told as one of training, is a column of None."""
     monkeypatch.setattr(module, "summary", lambda report: f"told by {module.__name__}: {report['kind']}")

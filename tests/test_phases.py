@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from upsnb import hardware, launch, overlays, runfolder, supervisor
+from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 from upsnb.phases import BY_NAME, PHASES, is_on, skip_missing, switchable, unmet
-from upsnb.setup import cold_changes
+from upsnb.runs import launch, runfolder, supervisor
+from upsnb.training.setup import cold_changes
 
 PARAMS = Path(__file__).resolve().parents[1] / "params"
 PRESETS = ["conservative", "aggressive", "2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized"]

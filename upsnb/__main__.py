@@ -12,20 +12,21 @@ from pathlib import Path
 
 import yaml
 
-from upsnb import hardware, overlays, phases, runfolder
+from upsnb import hardware, overlays, phases
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
-from upsnb.reportfile import FIGURES, REPORT
+from upsnb.report.file import FIGURES, REPORT
+from upsnb.runs import runfolder
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
 CAUSE_LINES = 15  # of an error's message; the executed notebook holds the rest
 SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
-    "compare": "comparison",
-    "memory": "planning",
-    "phases": "ladder",
-    "profile": "profiling",
-    "scaling": "scaling",
+    "compare": "compare.verdict",
+    "memory": "memory.plan",
+    "phases": "compare.ladder",
+    "profile": "profile.report",
+    "scaling": "compare.scaling",
 }
 
 
@@ -248,10 +249,10 @@ def summary(folder: Path) -> str:
             module = importlib.import_module(f"upsnb.{SUMMARISED_BY[reached['kind']]}")
             lines += ["", module.summary(reached), ""]
         else:
-            from upsnb import report
+            from upsnb.report import results
 
-            rows = report.table(reached)
-            lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), report.costs(reached), ""]
+            rows = results.table(reached)
+            lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), results.costs(reached), ""]
     except FileNotFoundError:
         pass  # a notebook that does not train, or one that failed before
     except ValueError as error:

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 from jupyterlab_page import SHOTS, Lab
 
-from upsnb import launch, runfolder, runs
+from upsnb.runs import handle, launch, runfolder
 
-SHOW = "from upsnb import panel, runs\nshown = panel.Panel(runs.Run.attach({!r}))\nshown.start()"
+SHOW = "from upsnb.runs import handle\nfrom upsnb.widgets import panel\nshown = panel.Panel(handle.Run.attach({!r}))\nshown.start()"
 BUSY = {  # cells that end when a file is there
     "sleeping": "import pathlib, time\nwhile not pathlib.Path('sleeping').exists():\n    time.sleep(0.2)",
     "computing": "while not pathlib.Path('computing').exists():\n    sum(range(100_000))",
@@ -57,7 +57,7 @@ def run(tmp_path, tiny_config):
     """`run(**overlay)`: a live run that trains until the test ends."""
     started = []
 
-    def start(**overlay) -> runs.Run:
+    def start(**overlay) -> handle.Run:
         config = tiny_config(**{"stages.operator.epochs": 100_000, "evaluation.every_epochs": 50, **overlay})
         started.append(launch.start(config, tmp_path / "run", attached=True))
         until(lambda: len(started[-1].events(["step"])) > 20, 90, "it does not train")
@@ -79,21 +79,21 @@ def until(condition, seconds: float, problem: str):
     return value
 
 
-def has_ended(live: runs.Run) -> bool:
+def has_ended(live: handle.Run) -> bool:
     return live.status() not in runfolder.ALIVE
 
 
-def show(lab: Lab, live: runs.Run) -> None:
+def show(lab: Lab, live: handle.Run) -> None:
     """Open the run's panel in a new cell of the notebook in the page."""
     lab.run(SHOW.format(str(live.folder)))
     lab.page.wait_for_selector(".ups-plots")
 
 
-def revision(live: runs.Run) -> int:
+def revision(live: handle.Run) -> int:
     return runfolder.read_control(live.folder).revision
 
 
-def acknowledged(live: runs.Run, button) -> dict:
+def acknowledged(live: handle.Run, button) -> dict:
     """The flip event that answers what a click on a button asks for."""
     before = revision(live)
     button.click()
@@ -105,11 +105,11 @@ def acknowledged(live: runs.Run, button) -> dict:
     )
 
 
-def measured(live: runs.Run, flip: dict) -> bool:
+def measured(live: handle.Run, flip: dict) -> bool:
     return any(effect["revision"] == flip["revision"] for effect in live.events(["flip_effect"]))
 
 
-def seconds_to_request(lab: Lab, live: runs.Run, phase: str) -> float:
+def seconds_to_request(lab: Lab, live: handle.Run, phase: str) -> float:
     """From a click on a phase's toggle to its request in control.json."""
     toggle = lab.page.locator(f".ups-{phase}")
     toggle.scroll_into_view_if_needed()

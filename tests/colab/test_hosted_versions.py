@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from upsnb import runfolder
+from upsnb.runs import runfolder
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".colab" / "bin" / "python"

@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import allocator, checkpoint, memory, overlays, parallel, profiling, runfolder, runs, telemetry, training
+from upsnb import overlays
 from upsnb.data.batches import Loader
-from upsnb.parallel import Ranks
-from upsnb.setup import Setup
+from upsnb.memory import allocator, predict
+from upsnb.profile import report
+from upsnb.runs import handle, runfolder
+from upsnb.training import checkpoint, parallel
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
+from upsnb.worker import loop, telemetry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +82,7 @@ def test_a_short_run_learns_and_ends(train_cuda, tmp_path, settings):
     steps = [event for event in events if event["kind"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
     assert all(event["step_time_ms"] > 0 for event in steps)
-    assert json.loads((tmp_path / "run" / training.EVALUATION).read_text())["datasets"].keys() == {"advection", "darcy"}
+    assert json.loads((tmp_path / "run" / loop.EVALUATION).read_text())["datasets"].keys() == {"advection", "darcy"}
     names = checkpoint.load(tmp_path / "run")["setup"]["model"]
     assert not any(part in name for name in names for part in ("module.", "_orig_mod."))
 
@@ -272,7 +277,7 @@ def test_the_driver_tells_power_and_clock_of_a_busy_gpu():
 )
 def test_memory_prediction_is_what_cudas_allocator_saw(tiny_config, settings):
     config = tiny_config(**CUDA, **{"training.batch_size": 512, **settings})
-    predicted, measured = memory.predict(config), memory.measure(config)
+    predicted, measured = predict.predict(config), predict.measure(config)
     assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.1)
     assert max(measured.history["allocated_bytes"]) >= 0.9 * measured.nbytes
     assert measured.history["out_of_memory"] is None and measured.history["largest"]
@@ -294,15 +299,15 @@ def test_a_profile_of_a_gpu_run_is_made_of_kernels(train_cuda, tmp_path, setting
     inverse = {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1, "stages.operator.epochs": 20}
 
     def ask(step):
-        run = runs.Run(tmp_path)
+        run = handle.Run(tmp_path)
         if step == 20:
             run.profile()
         if run.events(("profile",)):
             run.stop()
 
     train_cuda(tmp_path, ask, **inverse, **settings)
-    (record,) = profiling.read(tmp_path, 1)
-    parts = profiling.partition(record)
+    (record,) = report.read(tmp_path, 1)
+    parts = report.partition(record)
     assert sum(parts.values()) == pytest.approx(record["step_ms"])
     assert all(value >= 0 for value in parts.values()) and parts["inverse losses"] > 0
     assert record["trace"]["inverse_backward_ms"] > 0 and record["trace"]["num_launches"] > 10

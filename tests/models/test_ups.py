@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import optimizers, overlays
-from upsnb.compiling import set_compile
+from upsnb import overlays
 from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig
 from upsnb.data.generate import solve_darcy
 from upsnb.errors import ConfigError, DataError
@@ -15,6 +14,8 @@ from upsnb.models.attention import Block
 from upsnb.models.geometry import grid_points
 from upsnb.models.operator import Operator
 from upsnb.models.ups import UPS, count_parameters, wall_factor
+from upsnb.training import optimizers
+from upsnb.training.compiling import set_compile
 
 DECODERS = ("local_basis", "unpatchify", "cross_attention")
 decoders = pytest.mark.parametrize("decoder", DECODERS)

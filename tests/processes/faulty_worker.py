@@ -11,8 +11,6 @@ import sys
 import time
 import types
 
-import upsnb
-
 NUM_STEPS, SAVE_EVERY = 12, 4
 
 
@@ -20,15 +18,16 @@ def train(config, folder, ranks, events, heartbeat, launch):
     import torch
     import torch.distributed as dist
 
-    from upsnb import parallel, rotation, runfolder
+    from upsnb.runs import checkpoint_index, runfolder
+    from upsnb.training import parallel
 
     kind, rank, at, *segment = os.environ.get("UPSNB_FAULT", "none:0:0").split(":")
     armed = int(rank) == ranks.rank and segment in ([], [os.environ.get("UPSNB_SEGMENT")])
     num_steps = 10**6 if kind == "endless" else NUM_STEPS
-    saved = rotation.choose(folder) if config.checkpoint.resume else None
+    saved = checkpoint_index.choose(folder) if config.checkpoint.resume else None
     first = int(saved.path.name.removeprefix("step-")) if saved else 0
     if ranks.rank == 0:
-        rotation.prepare(folder)
+        checkpoint_index.prepare(folder)
     reason = "epochs"
     for step in range(first, num_steps):
         heartbeat.beat(step)
@@ -55,13 +54,13 @@ def train(config, folder, ranks, events, heartbeat, launch):
 
 
 def save(folder, ranks, events, step):
-    from upsnb import rotation
+    from upsnb.runs import checkpoint_index
 
     if ranks.rank == 0:
-        written = rotation.temporary(folder, step)
+        written = checkpoint_index.temporary(folder, step)
         written.mkdir()
         (written / "state").write_bytes(os.urandom(20_000))
-        path = rotation.commit(folder, step, {"state": rotation.digest(written / "state")})
+        path = checkpoint_index.commit(folder, step, {"state": checkpoint_index.digest(written / "state")})
         events.write("checkpoint", step, path=f"checkpoints/{path.name}")
 
 
@@ -83,8 +82,8 @@ def misbehave(kind, folder):
 
 
 if __name__ == "__main__":
-    upsnb.training = sys.modules["upsnb.training"] = types.ModuleType("upsnb.training")
-    upsnb.training.train = train
-    from upsnb import worker
+    loop = sys.modules["upsnb.worker.loop"] = types.ModuleType("upsnb.worker.loop")
+    loop.train = train
+    from upsnb.worker import __main__ as worker
 
     worker.main(sys.argv[1])

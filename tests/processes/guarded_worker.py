@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from upsnb import guards, training, worker
-from upsnb.losses import LossModule
+from upsnb.training.losses import LossModule
+from upsnb.worker import __main__ as worker
+from upsnb.worker import guards, loop
 
 IS_FAULTY = os.environ.get("RANK") == "1"
 MOST_PAIRS, FULL_MEMORY_UNTIL, NAN_AT = 2, 3, 6  # pairs in a microbatch; steps
@@ -42,7 +43,7 @@ def after_step(self, number, *results, real=guards.Guards.after_step):
     real(self, number, *results)
 
 
-def finish(self, reason, real=training.Loop.finish):
+def finish(self, reason, real=loop.Loop.finish):
     setup = self.setup
     record = {
         "weights": checksum(setup.model.state_dict().values()),
@@ -64,5 +65,5 @@ if __name__ == "__main__":
     import torch._inductor.compile_fx as inductor
 
     inductor.compile_fx = compile_fx
-    LossModule.forward, guards.Guards.after_step, training.Loop.finish = forward, after_step, finish
+    LossModule.forward, guards.Guards.after_step, loop.Loop.finish = forward, after_step, finish
     worker.main(Path(sys.argv[1]))

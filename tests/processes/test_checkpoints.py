@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from upsnb import checkpoint, launch, optimizers, rotation, runfolder
-from upsnb import setup as setups
-from upsnb import worker as real_worker
-from upsnb.parallel import Ranks
+from upsnb.runs import checkpoint_index, launch, runfolder
+from upsnb.training import checkpoint, optimizers
+from upsnb.training import setup as setups
+from upsnb.training.parallel import Ranks
+from upsnb.worker import __main__ as real_worker
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -126,7 +127,7 @@ def test_one_format_whatever_was_on(tiny_config, tmp_path):
         else:
             results = on_ranks(num_ranks, config, folder, sharded, 2, asynchronous)
         losses += results[0][0]
-        files = json.loads((folder / "checkpoints" / rotation.INDEX).read_text())["checkpoints"]
+        files = json.loads((folder / "checkpoints" / checkpoint_index.INDEX).read_text())["checkpoints"]
         shards = [digest["bytes"] for file, digest in files[f"step-{len(losses):08d}"]["files"].items() if "__" in file]
         assert len(shards) == num_ranks
         if num_ranks > 1:
@@ -164,7 +165,7 @@ INTERVAL = 10
 
 def worker(folder: Path) -> None:
     """upsnb.worker, killed in the first launch while it puts step 20 in its place and in the second at step 26."""
-    segment, beat, commit = int(os.environ["UPSNB_SEGMENT"]), runfolder.Heartbeat.beat, rotation.commit
+    segment, beat, commit = int(os.environ["UPSNB_SEGMENT"]), runfolder.Heartbeat.beat, checkpoint_index.commit
 
     def die_in_commit(folder, step, *arguments):
         if segment == 0 and step == 20:
@@ -173,12 +174,12 @@ def worker(folder: Path) -> None:
 
     def die_in_step(self, step):
         if segment == 1 and step == 26 and os.environ["RANK"] == "1":
-            while not rotation.is_there(folder, 20):
+            while not checkpoint_index.is_there(folder, 20):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         beat(self, step)
 
-    rotation.commit, runfolder.Heartbeat.beat = die_in_commit, die_in_step
+    checkpoint_index.commit, runfolder.Heartbeat.beat = die_in_commit, die_in_step
     real_worker.main(folder)
 
 

@@ -12,8 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from upsnb import launch, runfolder, worker
-from upsnb.runfolder import Heartbeat
+from upsnb.runs import launch, runfolder
+from upsnb.runs.runfolder import Heartbeat
+from upsnb.worker import __main__ as worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 TWO_RANKS = {"num_gpus": 2, "batch_size": 4}  # the same microbatch of all ranks, so the same curve

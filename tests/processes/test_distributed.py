@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import checkpoint, overlays, parallel, runfolder, training
 from upsnb import config as configs
-from upsnb import worker as real_worker
+from upsnb import overlays
 from upsnb.data.batches import Schedule
-from upsnb.parallel import Ranks
-from upsnb.setup import Setup
+from upsnb.runs import runfolder
+from upsnb.training import checkpoint, parallel
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
+from upsnb.worker import __main__ as real_worker
+from upsnb.worker import loop
 
 
 def worker(folder: Path) -> None:
     """Train as upsnb.worker does, and leave `seen.rank<k>.json`: pairs, and the weights' checksum."""
-    seen, finish, epoch = [], training.Loop.finish, Schedule.epoch
+    seen, finish, epoch = [], loop.Loop.finish, Schedule.epoch
 
     def recorded_epoch(self, number, start=0):
         microbatches = epoch(self, number, start)
@@ -37,7 +40,7 @@ def worker(folder: Path) -> None:
         (folder / f"seen.rank{self.ranks.rank}.json").write_text(json.dumps(record))
         parallel.barrier(self.ranks)
 
-    Schedule.epoch, training.Loop.finish = recorded_epoch, recorded_finish
+    Schedule.epoch, loop.Loop.finish = recorded_epoch, recorded_finish
     real_worker.main(folder)
 
 
@@ -117,7 +120,7 @@ def pair(request, cache, tiny_config, tmp_path_factory):
             if ranks == 1:
                 runfolder.create(config, folder)
                 events, heartbeat = runfolder.EventWriter(folder), runfolder.Heartbeat(folder, 0)
-                training.train(config, folder, Ranks(), events, heartbeat)
+                loop.train(config, folder, Ranks(), events, heartbeat)
                 events.close()
             else:
                 launch(config, folder, ranks)
@@ -147,7 +150,7 @@ def test_the_number_of_ranks_does_not_change_the_loss_curve(pair):
 
 def test_the_number_of_ranks_does_not_change_the_evaluation(pair):
     alone, together, _ = pair
-    results = [json.loads((folder / training.EVALUATION).read_text())["datasets"] for folder in (alone, together)]
+    results = [json.loads((folder / loop.EVALUATION).read_text())["datasets"] for folder in (alone, together)]
     for name in ("advection", "darcy"):
         first, second = (result[name]["test"] for result in results)
         assert first["per_sample"]["samples"] == second["per_sample"]["samples"]

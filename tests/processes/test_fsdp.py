@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from upsnb import config as configs
-from upsnb import optimizers, overlays, parallel, training
+from upsnb import overlays
 from upsnb.config import RunConfig
-from upsnb.parallel import Ranks
-from upsnb.setup import Setup
+from upsnb.training import optimizers, parallel
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
+from upsnb.worker import loop
 
 pytestmark = pytest.mark.timeout(300)
 COMMON = {
@@ -260,8 +262,8 @@ def test_one_rank_without_torchrun_is_a_whole_run(tiny_config, train_here, tmp_p
         events = alone(tiny_config(**settings), folder, train_here)
         assert not torch.distributed.is_initialized()
         assert events[-1]["kind"] == "end" and events[-1]["reason"] == "epochs"
-        results = json.loads((folder / training.EVALUATION).read_text())["datasets"]
-        assert (folder / training.EXAMPLES).exists()
+        results = json.loads((folder / loop.EVALUATION).read_text())["datasets"]
+        assert (folder / loop.EXAMPLES).exists()
         found[sharded] = (
             [event["loss"] for event in events if event["kind"] == "step"],
             [result["test"]["nrmse_mean"] for result in results.values()],

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from upsnb import hardware, launch, overlays, phases
+from upsnb import hardware, overlays, phases
+from upsnb.runs import launch
 
 PARAMS = Path(__file__).resolve().parents[2] / "params"
 REFERENCE = ("2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from upsnb import launch, overlays, runfolder, runs
+from upsnb import overlays
 from upsnb.errors import RunError, RunFailed
+from upsnb.runs import handle, launch, runfolder
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")]
 WORKER = Path(__file__).parent / "faulty_worker.py"
@@ -61,7 +62,7 @@ def assert_failed(run, status="failed"):
     """The run's cause, after checking all that holds of every failure."""
     with pytest.raises(RunFailed) as caught:
         run.wait(timeout=50)
-    assert caught.value.status == run.status() == runs.Run.attach(run.folder).status() == status
+    assert caught.value.status == run.status() == handle.Run.attach(run.folder).status() == status
     assert "\n" not in run.cause() and len(run.cause()) < 600
     assert run._process.wait(10) != 0
     assert_nothing_left(run.folder, within_s=1.0 if status == "failed" else 4.0)
@@ -205,7 +206,8 @@ def test_attached_run_ends_with_the_process_that_started_it(monkeypatch, tmp_pat
     settings = {"training": {"device": "cpu", "threads_per_rank": 1}}
     code = f"""
 import time
-from upsnb import launch, overlays
+from upsnb import overlays
+from upsnb.runs import launch
 launch.start(overlays.resolve({settings!r}), {str(folder)!r}, attached=True, worker={str(WORKER)!r})
 time.sleep(600)
 """
@@ -213,7 +215,7 @@ time.sleep(600)
     try:
         while not (folder / runfolder.MANIFEST).exists():
             time.sleep(0.1)
-        run = runs.Run.attach(folder)
+        run = handle.Run.attach(folder)
         wait_for_step(run, 2)
     finally:
         kernel.kill()

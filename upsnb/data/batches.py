@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.errors import DataError
-from upsnb.ranges import COPY, part
+from upsnb.spans import COPY, part
 
 
 @dataclass(frozen=True)

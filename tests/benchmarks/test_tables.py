@@ -1,0 +1,202 @@
+"""Tables of the documents: made from reports as the notebooks write them, with losses, failures and gaps in them."""
+
+import json
+from types import SimpleNamespace
+
+import measurements
+import pytest
+import readme
+
+from upsnb import hardware, overlays
+from upsnb.compare import ladder, scaling
+from upsnb.compare.turns import Block
+from upsnb.hardware import Hardware
+from upsnb.phases import PHASES
+from upsnb.profile import flops, recorder
+from upsnb.profile import report as profiling
+from upsnb.report import results
+from upsnb.runs import handle, runfolder, throughput
+
+LAPTOP = Hardware("cpu", 1, "a laptop", 16.0, 2)
+RATES = {"compile": 1.5, "bf16": 0.8}  # of an entry over its reference's; 1 for all others
+
+
+class Waiting:
+    """A paused run that was never started."""
+
+    def __init__(self, config, folder):
+        self.run, self.events = SimpleNamespace(folder=folder, resume=lambda: None), []
+        self.peak_memory_gib = 1.0
+        if folder.name == "alone-data_loading":
+            raise ladder.RunError("workers: would not start -> look at the log\nand more")
+
+    def end(self):
+        pass
+
+
+def turns(arms, seed, block_s, say, rounds):
+    """Blocks of the two, one second each, whose rates are those of RATES with a little noise."""
+    first, second = arms
+    rate = RATES.get(arms[second].run.folder.name.rpartition("-")[2], 1.0)
+    return [Block(arm, 0, k, (1 if arm == first else rate) * (1 + 0.01 * (k % 2)), 1) for k in range(4) for arm in arms]
+
+
+@pytest.fixture
+def phases_report(monkeypatch, tmp_path):
+    """What 04_phases writes on a laptop where compile gains, bf16 loses and the loader does not start."""
+    monkeypatch.setattr(ladder, "Turns", SimpleNamespace(start=Waiting))
+    monkeypatch.setattr(ladder, "interleave", turns)
+    monkeypatch.setattr(hardware, "detect", lambda: LAPTOP)
+    base = overlays.resolve({"training.device": "cpu"})
+    chosen = [phase.name for phase in PHASES if phase.name != "fsdp2"]
+    return ladder.measure(base, tmp_path, chosen=chosen, say=lambda text: None)
+
+
+@pytest.fixture
+def profile(tiny_config, train_here, monkeypatch, tmp_path):
+    """A run of a few steps with a profile."""
+    monkeypatch.setattr(recorder, "TIMED_STEPS", 4)
+    monkeypatch.setattr(recorder, "TRACED_STEPS", 2)
+    monkeypatch.setattr(flops, "SIZES", {"cpu": (128,)})
+    folder, asked = tmp_path / "profile", []
+
+    def ask(step):
+        if step == 3 and not asked:
+            asked.append(handle.Run(folder).profile())
+        if step == 16:
+            handle.Run(folder).stop()
+
+    train_here(tiny_config(names=("advection",), **{"evaluation.rollout": False}), folder, ask)
+    runfolder.update_manifest(folder, segments=[{"started": runfolder.read_manifest(folder)["created"]}])
+    return handle.Run(folder)
+
+
+@pytest.fixture
+def scaling_report(profile, monkeypatch, tmp_path):
+    """What 05_scaling writes on a laptop, which can only rehearse: one row measured, one left out."""
+    monkeypatch.setattr(scaling, "Turns", SimpleNamespace(start=Waiting))
+    monkeypatch.setattr(scaling, "interleave", turns)
+    monkeypatch.setattr(profiling, "take", lambda run: None)
+    records = profiling.read(profile.folder, 1)
+    monkeypatch.setattr(profiling, "read", lambda folder, num_ranks: num_ranks * records)
+    monkeypatch.setattr(hardware, "detect", lambda: LAPTOP)
+    base = overlays.resolve({"training.device": "cpu", "training.batch_size": 5, "training.accum_steps": 2})
+    return scaling.measure(base, tmp_path / "scaling", ranks=[1, 2, 4], wrappers=["ddp"], say=lambda text: None)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Cells of a Markdown table's rows, by their first cell that is no number."""
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    widths = {len(cells) for cells in split}
+    assert len(widths) == 1, f"rows of {widths} cells"
+    return {next((cell for cell in cells if not cell.isdigit()), ""): cells for cells in split}
+
+
+@pytest.mark.parametrize("make", [measurements.gains, measurements.phase_table])
+def test_phases_that_lose_fail_or_cannot_run_say_so_beside_their_promise(phases_report, make):
+    made = rows(make([phases_report]))
+    found = {name.split()[-1]: " | ".join(cells) for name, cells in made.items()}
+    assert "1.36 | 1.50 [1.50, 1.50] | 1.36 | 1.50 [" in found["compile"]
+    assert "1.10 | 0.80 [0.80, 0.80], slower | 3.75 | 0.80 [0.80, 0.80], slower" in found["bf16"]
+    assert "1.07 | failed: would not start | 2.78 | 1.00 [" in found["data_loading"]
+    assert "1.23 | cannot run here: AdamW already steps in host memory" in found["optimizer_offload"]
+    assert "cannot run here: FlexAttention has no backward pass on the CPU | 5.00 | cannot run here" in found["fused"]
+    assert "1.18 | not measured | 4.41 | not measured" in found["fsdp2"]
+
+
+def test_readme_names_machine_versions_date_and_the_set_to_use(phases_report):
+    text = measurements.gains([phases_report])
+    versions = hardware.versions()["torch"]
+    assert f"2 cores of an a laptop, torch {versions}, {phases_report['date']};" in text
+    assert "Recommended: compile, 1.50 [1.50, 1.50] times the baseline; rests on throughput and memory" in text
+
+
+def test_several_machines_have_columns_of_their_own(phases_report):
+    gpu = {**phases_report, "hardware": {**LAPTOP.as_dict(), "device": "cuda", "device_name": "H"}, "settings": {}}
+    text = measurements.gains([phases_report, gpu])
+    assert rows(text)["phase"] == [
+        *("phase", "promised alone", "alone (1)", "alone (2)"),
+        *("promised so far", "added in order (1)", "added in order (2)"),
+    ]
+    assert "(2) 1 x H, torch" in text and "(2) Recommended: compile" in text
+
+
+def test_a_ladder_is_recommended_with_all_its_rungs_and_nothing_where_nothing_gains(phases_report):
+    rung = next(row for row in phases_report["ladder"] if row["phase"] == "loss_frequency")
+    chosen = {**phases_report["recommended"], "kind": "ladder", "phase": rung["phase"]}
+    said = measurements.recommended({**phases_report, "recommended": chosen})
+    assert said.startswith("Recommended: compile + activation_checkpointing + loss_frequency, ")
+    none = ladder.recommend([row for row in phases_report["alone"] if row["phase"] == "bf16"], ladder.CRITERIA)
+    said = measurements.recommended({**phases_report, "recommended": none})
+    assert said == "Recommended: the baseline, because nothing beat the baseline."
+
+
+def test_a_rehearsal_says_so_and_promises_stand_beside_what_was_measured(scaling_report):
+    text = measurements.scalings([scaling_report])
+    assert scaling_report["rehearsal"] and scaling.REHEARSAL in text
+    two = next(row for row in scaling_report["rows"] if row["ranks"] == 2)
+    (line,) = [line for line in text.splitlines() if line.startswith("| 2 | ddp | weak |")]
+    assert "| 1.7 to 1.9 | 1.00 [1.00, 1.00] |" in line
+    assert line.endswith(f"| {two['communication_share']:.0%} | {two['bytes_per_step'] / 1e6:.3g} |")
+    assert "| 4 | ddp | weak | 3.2 to 3.8 |" in text and "one rank again" in text
+    assert "4-ddp-strong is left out: 5 x accum_steps 2 pairs cannot be shared by 4 ranks" in text
+    assert "says nothing of speed" in measurements.scaling_line(scaling_report)
+    measured = measurements.scaling_line({**scaling_report, "rehearsal": False})
+    assert "2 ranks 1.00 [1.00, 1.00] times one (ddp, weak; promised 1.7 to 1.9)" in measured
+
+
+def test_a_comparison_shows_each_criterion_and_whether_it_holds(tiny_config, train_here, monkeypatch, tmp_path):
+    monkeypatch.setattr(throughput, "WINDOW_S", 0.01)
+    arms = []
+    for name, overlay in (("slow", {}), ("quick", {"training.compile_mode": "max-autotune"})):
+        train_here(tiny_config(names=("advection",), **{"evaluation.rollout": False, **overlay}), tmp_path / name)
+        runfolder.update_manifest(tmp_path / name, status="finished")
+        arms.append(handle.Run(tmp_path / name))
+    made = results.compare(*arms, criteria={"speedup": 1e9, "nrmse_ratio": 1.03})
+    found = rows(measurements.comparisons([made]))
+    ratio = made["speedup"]["median"]
+    assert found["samples/s, quick over slow [95 % interval]"][1:] == [
+        "1e+09 (does not hold)",
+        f"{ratio:.2f} (no interval)",
+    ]
+    assert found["test nRMSE over the baseline's"][1:] == ["1.03 (holds)", "advection 1"]
+    assert found["verdict"][2] == "failed" and found["samples/s of two equal arms (A/A)"][2] == "not measured"
+
+
+def test_a_profile_shows_every_share_and_what_stands_out(profile):
+    made = profiling.report(profile)
+    text = measurements.profiles([made])
+    found = rows(text)
+    assert [found[name][2] for name in profiling.SHARES] == [f"{made['shares'][name]:.1%}" for name in profiling.SHARES]
+    assert all(f"- {row['sentence']}" in text for row in made["findings"]) and made["findings"]
+    line = measurements.profile_line(made)
+    assert f"MFU {made['mfu']:.1%}" in line and f"backward {made['shares']['backward']:.0%}" in line
+
+
+def test_memory_shows_the_committed_prediction_beside_its_measurement():
+    (made,) = readme.reports("memory")
+    found, text = rows(measurements.remembered(made).partition("The largest")[0]), measurements.remembered(made)
+    for row in made["rows"]:
+        assert found[row["config"]][1] == f"{row['predicted_gib']:.3f}"
+        assert (row["measured_gib"] is None) == found[row["config"]][2].startswith("not measured: ")
+    assert all(f"{row['batch_size']:,}" in text for row in made["fits"] if row["gpu"] in measurements.FEW_GPUS)
+
+
+def test_what_nobody_measured_is_not_measured():
+    for make in (measurements.gains, measurements.comparisons, measurements.scalings, measurements.profiles):
+        assert make([]) == "Not measured yet."
+    assert measurements.short([], [], []).count("not measured yet") == 3
+    assert measurements.factor({"median": 1.2, "ci95": [None, None]}) == "1.20 (no interval)"
+
+
+def test_a_bar_inside_a_cell_does_not_end_it():
+    assert measurements.table(["a", "b"], [["x|y", "z"]])[2].count("|") == 3
+
+
+def test_a_section_is_rewritten_wherever_its_marks_stand(monkeypatch):
+    monkeypatch.setitem(readme.SECTIONS, "gains", lambda: "new \\1 lines")
+    text = "before\n<!-- gains -->\nold\n<!-- /gains -->\nafter <!-- gains --> stays"
+    assert (
+        readme.rewritten(text) == "before\n<!-- gains -->\nnew \\1 lines\n<!-- /gains -->\nafter <!-- gains --> stays"
+    )
+    assert json.dumps(readme.SECTIONS["conflicts"]())

@@ -1,0 +1,161 @@
+"""Comparisons: arms that differ in one thing, turns that cancel drift, ratios with intervals, honest verdicts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from upsnb import overlays
+from upsnb.compare import arms as compare
+from upsnb.compare import figures, verdict
+from upsnb.compare.turns import Block, throughput_ratio
+from upsnb.compare.verdict import NOISE
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError
+from upsnb.report import results
+from upsnb.runs.handle import Run
+
+BATCH = {"training.batch_size": 4, "training.accum_steps": 2}
+
+
+def blocks(rates: dict[str, list[float]], seed: int = 0) -> list[Block]:
+    """Turns of one second; `rates` by arm, one a round."""
+    return [Block(arm, seed, turn, rate, 1.0) for arm, those in rates.items() for turn, rate in enumerate(those)]
+
+
+@pytest.mark.parametrize(
+    "stray", [{"latent.dim": 64}, {"optimizer.lr": 1e-2}, {"training.seed": 7}, {"training.lambda_spectral": 0.1}]
+)
+def test_arms_that_differ_in_more_than_asked_are_refused_by_name(stray):
+    optimized = overlays.resolve({"training.compile": True, **stray})
+    with pytest.raises(ConfigError, match=next(iter(stray))):
+        compare.check_arms(RunConfig(), optimized)
+
+
+def test_arms_may_differ_in_what_phases_change():
+    optimized = overlays.resolve({"training.compile": True, "training.amp": True, **BATCH})
+    assert compare.check_arms(RunConfig(), optimized).keys() == {"training.compile", "training.amp", *BATCH}
+
+
+def test_equal_arms_are_refused():
+    with pytest.raises(ConfigError, match="nothing differs|equal"):
+        compare.check_arms(RunConfig(), overlays.resolve({"logging.name": "other"}))
+
+
+def test_arms_that_end_by_the_clock_are_refused(tmp_path):
+    short = overlays.resolve({"training.time_limit_s": 5.0})
+    with pytest.raises(ConfigError, match="equal samples"):
+        compare.compare(short, overlays.apply(short, {"training.compile": True}), tmp_path)
+
+
+def test_an_isolated_phase_keeps_batch_accumulation_and_learning_rate():
+    base = overlays.resolve(BATCH)
+    changed = overlays.difference(base, compare.isolated(base, "activation_checkpointing"))
+    assert changed == {"operator.pdet.use_activation_checkpoint": True}
+    with pytest.raises(ConfigError, match="is no phase"):
+        compare.isolated(base, "turbo")
+
+
+def test_drift_that_hits_both_arms_leaves_the_ratio_alone():
+    drift = np.linspace(1.0, 0.4, 12)
+    found = throughput_ratio(blocks({"a": list(10 * drift), "b": list(30 * drift)}), "b", "a")
+    assert found["median"] == pytest.approx(3.0)
+    assert found["ci95"] == pytest.approx([3.0, 3.0])
+
+
+def test_equal_arms_have_an_interval_around_one_and_noise_widens_it():
+    draw = np.random.default_rng(0)
+    widths = []
+    for noise in (0.01, 0.1):
+        rates = {arm: list(10 * draw.normal(1, noise, 30)) for arm in ("a", NOISE)}
+        low, high = throughput_ratio(blocks(rates), NOISE, "a")["ci95"]
+        assert low < 1 < high
+        widths.append(high - low)
+    assert widths[0] < widths[1]
+
+
+def test_rounds_in_which_one_arm_had_no_turn_do_not_count():
+    found = throughput_ratio(blocks({"a": [1.0, 1.0], "b": [2.0, 2.0, 50.0]}), "b", "a")
+    assert found["num_rounds"] == 2 and found["median"] == 2.0
+    assert throughput_ratio(blocks({"a": [1.0]}), "b", "a")["median"] is None
+
+
+def test_time_to_quality_is_the_first_validation_that_reaches_it():
+    events = [
+        {"kind": "eval", "time_s": time_s, "val_nrmse": {"one": error, "two": error}}
+        for time_s, error in ((1.0, 0.9), (2.0, 0.5), (3.0, 0.6))
+    ]
+    assert verdict.time_to_quality(events, 0.55) == 2.0
+    assert verdict.time_to_quality(events, 0.4) is None
+
+
+RUN = {"device_name": "a processor"}
+
+
+def made_up_report(**changes) -> dict:
+    """What `compare_report` leaves, as far as the summary reads it."""
+    criteria = [
+        {"name": "speedup", "required": 3.0, "measured": 1.523, "passed": False},
+        {"name": "nrmse_ratio", "required": 1.03, "measured": 1.012, "passed": True},
+        {"name": "nonfinite_steps", "required": 0, "measured": 0, "passed": True},
+    ]
+    given = {"kind": verdict.KIND, "baseline": "slow", "optimized": "fast", "arms": {"slow": [RUN], "fast": [RUN]}}
+    given |= {"interleaved": True, "aa_ratio": {"median": 1.004, "ci95": [0.987, 1.021], "num_rounds": 9}}
+    given |= {"aa_nrmse_ratio": {"waves": 1.011, "darcy": 0.97}, "aa_loss_delta": 0.0005}
+    given |= {"speedup": {"median": 1.523, "ci95": [1.482, 1.561], "num_rounds": 9}, "time_to_quality_speedup": 1.25}
+    given |= {"nrmse_ratio": {"waves": 1.012, "darcy": 0.98}, "criteria": criteria, "verdict": "failed"}
+    return {**given, **changes}
+
+
+def test_the_summary_has_the_ratio_beside_its_noise_and_every_criterion_beside_its_measurement():
+    said = verdict.summary(made_up_report())
+    assert "throughput: 1.523 [1.482, 1.561]" in said and "(A/A): 1.004 [0.987, 1.021]" in said
+    assert "1.25 times as fast" in said and "waves: 1.012 (A/A 1.011)" in said and "darcy: 0.98 (A/A 0.97)" in said
+    assert "speedup: required >= 3, measured 1.523, A/A 1.004: failed" in said
+    assert "nrmse_ratio: required <= 1.03, measured 1.012, A/A 0.97: passed" in said, "the one farthest from 1"
+    assert "nonfinite_steps: required = 0, measured 0: passed" in said
+    assert said.endswith("verdict: failed")
+    assert verdict.failed(made_up_report()) == "speedup: required >= 3, measured 1.523, A/A 1.004"
+
+
+def test_the_summary_claims_nothing_that_was_not_measured():
+    known = {"median": 1.5, "ci95": [None, None], "num_rounds": 0}
+    missing = dict.fromkeys(("aa_ratio", "aa_nrmse_ratio", "aa_loss_delta", "time_to_quality_speedup"))
+    said = verdict.summary(made_up_report(speedup=known, interleaved=False, **missing))
+    assert "throughput: 1.5 times" in said and "A/A" not in said
+    assert "time to quality: not reached" in said and "no interval" in said and "None" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_path):
+    """And the report of the same runs as two that merely ended earlier has the same errors and no interval."""
+    base = tiny_config(**{"stages.operator.epochs": 5, "evaluation.every_epochs": 2})
+    other = overlays.apply(base, {"operator.pdet.use_activation_checkpoint": True})
+    said: list[str] = []
+    runs = compare.compare(base, other, tmp_path / "ab", block_s=0.5, say=said.append)
+    assert {name: [run.status() for run in those] for name, those in runs.items()} == {
+        name: ["finished"] for name in ("baseline", "optimized", NOISE)
+    }
+    record = json.loads((tmp_path / "ab" / compare.ARMS).read_text())
+    arms = [block["arm"] for block in record["blocks"]]
+    assert arms[:6] == ["baseline", "optimized", NOISE, NOISE, "optimized", "baseline"], "A B .. B A"
+
+    made = compare.compare_report(tmp_path / "ab", {"speedup": 0.01}, price_per_hour=3600.0)
+    assert made["speedup"]["num_rounds"] > 1 and made["aa_ratio"]["num_rounds"] > 1
+    seen = {one["samples"] for those in made["arms"].values() for one in those}
+    assert len(seen) == 1, "all arms see the same samples"
+    (first,), (noise,) = made["arms"]["baseline"], made["arms"][NOISE]
+    assert first["nrmse"] == noise["nrmse"], "equal arms on one rank train alike bit for bit"
+    assert set(made["aa_nrmse_ratio"].values()) == {1.0} and made["aa_loss_delta"] == 0.0
+    assert first["cost_dollars"] == pytest.approx(first["train_time_s"])
+    assert made["verdict"] == "passed", made["criteria"]
+    (tight,) = (c for c in compare.compare_report(tmp_path / "ab")["criteria"] if c["name"] == "speedup")
+    assert not tight["passed"], "checkpointing does not train three times as fast"
+    assert {path.name for path in figures.write_figures(tmp_path / "ab").values()} == {
+        *("speed.png", "quality.png", "outcome.png")
+    }
+
+    later = results.compare(Run.attach(runs["baseline"][0].folder), runs["optimized"][0])
+    assert later["nrmse_ratio"] == made["nrmse_ratio"]
+    assert later["speedup"]["ci95"] == [None, None] and not later["interleaved"]

@@ -1,0 +1,308 @@
+"""Profiles of live runs: where a step goes, what it is worth, and what the sentences about it name."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from upsnb import hardware, phases, spans
+from upsnb.data.batches import Loader
+from upsnb.errors import RunError
+from upsnb.profile import flops, recorder, report, trace
+from upsnb.runs import handle, runfolder
+from upsnb.training import optimizers
+
+INVERSE = {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    monkeypatch.setattr(recorder, "TIMED_STEPS", 4)
+    monkeypatch.setattr(recorder, "TRACED_STEPS", 2)
+    monkeypatch.setattr(flops, "SIZES", {"cpu": (128,)})
+
+
+@pytest.fixture
+def profiled(tiny_config, train_here, tmp_path):
+    """`profiled(**overlay)`: the folder of a run that was asked for a profile at its third step, and its record."""
+
+    def take(name="run", at_step=lambda step: None, last=16, **overlay):
+        folder, asked = tmp_path / name, []
+
+        def ask(step):
+            if step == 3 and not asked:
+                asked.append(handle.Run(folder).profile())
+            if step == last:
+                handle.Run(folder).stop()
+            at_step(step)
+
+        train_here(tiny_config(names=("advection",), **{"evaluation.rollout": False, **overlay}), folder, ask)
+        (event,) = runfolder.read_events(folder, ("profile",))
+        assert event["revision"] == asked[0] and event["reason"] is None
+        return folder, json.loads((folder / recorder.profile_name(0)).read_text())
+
+    return take
+
+
+def test_shares_add_up_to_the_steps_that_were_timed(profiled):
+    folder, record = profiled(**INVERSE)
+    steps = {event["step"]: event for event in runfolder.read_events(folder, ("step",))}
+    first, count = record["first_step"], record["num_steps"]["timed"]
+    logged_ms = sum(steps[first + 1 + number]["step_time_ms"] for number in range(count)) / count
+    parts = report.partition(record)
+    assert sum(parts.values()) == pytest.approx(record["step_ms"], rel=1e-6)
+    # the clock of step events ends within a step, a profile's at its boundary: over several steps they agree
+    assert record["step_ms"] == pytest.approx(logged_ms, rel=0.5)
+    assert all(value >= 0 for value in parts.values())
+    assert min(parts[name] for name in ("forward", "inverse losses", "backward", "optimizer")) > 0
+
+
+def test_profiled_steps_change_no_weight(profiled, tiny_setup, tmp_path):
+    folder, _ = profiled(last=13, **{"optimizer.name": "adamw"})
+    setup = tiny_setup(names=("advection",), **{"optimizer.name": "adamw"})
+    batches = setup.loader.epoch(0)
+    logged = [event["loss"] for event in runfolder.read_events(folder, ("step",))]
+    rates = [event["learning_rate"] for event in runfolder.read_events(folder, ("step",))]
+    for step, (loss, rate) in enumerate(zip(logged, rates)):
+        optimizers.set_learning_rate(setup.optimizers, rate / setup.config.optimizer.lr)
+        assert setup.step([next(batches)], step, step)[0].item() == loss
+    assert spans._Current.recorder is None
+
+
+def test_traced_steps_are_not_steady_and_timed_ones_are(profiled):
+    folder, record = profiled(last=20)
+    steady = {event["step"]: event["steady"] for event in runfolder.read_events(folder, ("step",))}
+    traced_from = record["first_step"] + record["num_steps"]["timed"]
+    traced = range(traced_from + 1, traced_from + 1 + recorder.WARMUP_STEPS + record["num_steps"]["traced"])
+    assert not any(steady[step] for step in traced)
+    assert any(steady[step] for step in steady if step > traced[-1] + 5)
+
+
+def test_slow_reading_shows_as_data_wait(profiled, monkeypatch):
+    epoch = Loader.epoch
+
+    def slow(self, *arguments):
+        for batch in epoch(self, *arguments):
+            time.sleep(0.05)
+            yield batch
+
+    monkeypatch.setattr(Loader, "epoch", slow)
+    _, record = profiled()
+    assert 45 < record["parts_ms"]["data wait"] < 200  # sleeps are long where other programs take the cores
+    assert record["parts_ms"]["copy"] == 0  # all data is resident
+
+
+def test_pauses_and_checkpoints_are_no_part_of_a_step(profiled, monkeypatch):
+    from upsnb.training.checkpoint import Saver
+
+    save = Saver.save
+    monkeypatch.setattr(Saver, "save", lambda *a, **k: (time.sleep(0.1), save(*a, **k))[1])
+    _, record = profiled(**{"checkpoint.interval": 1})
+    assert record["parts_ms"]["other"] < 50
+
+
+def test_more_inverse_losses_take_more_of_a_step(profiled):
+    shares = []
+    for frequency in (4, 1):
+        _, record = profiled(f"every {frequency}", **INVERSE, **{"training.inverse_loss_frequency": frequency})
+        parts = report.partition(record)
+        shares.append(parts["inverse losses"] / sum(parts.values()))
+        assert record["trace"]["inverse_backward_ms"] > 0
+    assert shares[1] > 1.5 * shares[0]
+
+
+def test_a_flip_makes_a_profile_begin_anew(profiled, tmp_path):
+    def flip(step):
+        if step == 5:
+            handle.Run(tmp_path / "run").update({"training.lambda_field": 0.1})
+
+    _, record = profiled(at_step=flip)
+    (answered,) = runfolder.read_events(tmp_path / "run", ("flip",))
+    assert record["first_step"] >= answered["step"]
+
+
+def test_a_run_that_ends_first_leaves_nothing_recording(tiny_config, train_here, tmp_path):
+    def ask(step):
+        run = handle.Run(tmp_path)
+        if step == 2:
+            run.profile()
+        if step == 4:
+            run.stop()
+
+    train_here(tiny_config(), tmp_path, ask)
+    assert not runfolder.read_events(tmp_path, ("profile",))
+    assert spans._Current.recorder is None
+
+
+def test_a_run_that_cannot_be_profiled_says_why_at_once(tiny_config, tmp_path):
+    runfolder.create(tiny_config(), tmp_path)
+    run = handle.Run(tmp_path)
+    run.pause()
+    with pytest.raises(RunError, match="is paused .* -> run.resume"):
+        report.take(run)
+    run.resume()
+    runfolder.update_manifest(tmp_path, status="finished")
+    with pytest.raises(RunError, match="the run finished before its profile was done -> profile a longer run"):
+        report.take(run)
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def test_operations_of_a_linear_layer_are_those_counted_by_hand():
+    layer, x = nn.Linear(24, 40, bias=False), torch.randn(16, 24, requires_grad=True)
+    one = 2 * 16 * 24 * 40  # forward; backward has two products of the same size
+    assert flops.count(lambda: layer(x).sum()) == 3 * one
+
+
+def test_operations_grow_with_the_batch_and_not_with_how_a_step_is_carried_out(tiny_setup):
+    setup = tiny_setup(**INVERSE)
+    base = flops.flops_per_microbatch(setup.config, setup.datasets)
+    larger = []
+    for size in (12, 16):
+        other = tiny_setup(**INVERSE, **{"training.batch_size": size})
+        larger.append(flops.flops_per_microbatch(other.config, other.datasets))
+    for name, count in base.items():  # on a line that begins a little above zero: the decoder's basis is made once
+        assert larger[1][name] - larger[0][name] == larger[0][name] - count
+        assert 1.9 < larger[1][name] / count <= 2
+    other = tiny_setup(
+        **INVERSE,
+        **{"operator.pdet.use_activation_checkpoint": True, "operator.pdet.attention": "math", "training.amp": False},
+    )
+    assert flops.flops_per_microbatch(other.config, other.datasets) == base
+
+
+def test_a_turn_of_the_losses_is_counted_at_its_mean(tiny_setup):
+    counts = {}
+    for frequency in (1, 2, 4):
+        setup = tiny_setup(**INVERSE, **{"training.inverse_loss_frequency": frequency})
+        counts[frequency] = flops.flops_per_microbatch(setup.config, setup.datasets)["advection"]
+    without = 2 * counts[2] - counts[1]
+    assert counts[4] == pytest.approx(without + (counts[1] - without) / 4)
+    assert without < counts[1]
+
+
+def test_no_product_is_faster_than_the_matrix_peak(profiled):
+    _, record = profiled()
+    peak = record["matrix_peak"]
+    assert peak["tflops"] > 0 and peak["dtype"] == "float32"
+    assert 0 < record["flops_per_step"] / (record["step_ms"] / 1e3) / (peak["tflops"] * 1e12) < 1
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def event(name, ts, dur, cat="cpu_op", tid=1, **args):
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid, "args": args}
+
+
+def written(path, *events):
+    import gzip
+
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    return path
+
+
+def test_hidden_communication_is_not_counted_as_exposed(tmp_path):
+    path = written(
+        tmp_path / "trace.json.gz",
+        event("upsnb/backward", 0, 10_000, "user_annotation"),
+        event("aten::mm", 0, 4000),
+        event("aten::mm", 6000, 2000),
+        event("gloo:all_reduce", 3000, 4000, "user_annotation", tid=2),  # 1 ms under each product, 2 ms alone
+    )
+    found = trace.read(path, num_steps=1)
+    assert found["parts"]["backward"] == {"range_ms": 10, "busy_ms": 6, "communication_ms": 2}
+    assert found["communication_ms"] == 4 and found["collectives"] == {"all_reduce": {"calls": 1, "ms": 4}}
+
+
+def test_an_operator_that_waits_for_a_collective_does_not_compute(tmp_path):
+    path = written(
+        tmp_path / "trace.json.gz",
+        event("upsnb/optimizer", 0, 10_000, "user_annotation"),
+        event("aten::mm", 1000, 8000),  # of sharded tensors
+        event("_c10d_functional::wait_tensor", 2000, 5000),
+        event("aten::mm", 7000, 1000),
+        event("gloo:all_gather", 2000, 5000, "user_annotation", tid=2),
+    )
+    assert trace.read(path, 1)["parts"]["optimizer"] == {"range_ms": 10, "busy_ms": 1, "communication_ms": 5}
+
+
+def test_kernels_belong_to_the_loss_whose_node_launched_them(tmp_path):
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    path = written(
+        tmp_path / "trace.json.gz",
+        event("upsnb/inverse losses", 0, 1000, "user_annotation"),
+        event("aten::mm", 100, 200, **{"Sequence number": 7}),
+        event("upsnb/forward", 1000, 1000, "user_annotation"),
+        event("aten::mm", 1100, 200, **{"Sequence number": 8}),
+        event("upsnb/backward", 2000, 8000, "user_annotation"),
+        event(node, 2100, 300, tid=9, **{"Sequence number": 8}),
+        event(node, 2500, 300, tid=9, **{"Sequence number": 7}),
+        event("cudaLaunchKernel", 2200, 10, "cuda_runtime", tid=9, correlation=1),
+        event("cudaLaunchKernel", 2600, 10, "cuda_runtime", tid=9, correlation=2),
+        event("gemm", 3000, 2000, "kernel", tid=70, correlation=1),
+        event("gemm", 5000, 3000, "kernel", tid=70, correlation=2),
+        event("ncclDevKernel_AllReduce_Sum_f32(x)", 7000, 2500, "kernel", tid=71, correlation=3),
+    )
+    found = trace.read(path, num_steps=1)
+    assert found["inverse_backward_ms"] == 3
+    assert found["parts"]["backward"] == {"range_ms": 8, "busy_ms": 5, "communication_ms": 1.5}
+    assert found["num_launches"] == 2
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def made(**shares):
+    """A report with these shares, the rest of the step in forward and backward."""
+    left = (1 - sum(shares.values())) / 2
+    return {
+        "shares": {**dict.fromkeys(report.SHARES, 0.0), "forward": left, "backward": left, **shares},
+        "inverse_share_of_forward": 0.58,
+        "mfu": 0.5,
+        "matrix_peak": {"dtype": "float32"},
+        "peak_memory_gib": 1.0,
+        "device_memory_gib": 10.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("share", "phase"),
+    [
+        ("inverse losses", "loss_frequency"),
+        ("launch gaps", "compile"),
+        ("data wait", "data_loading"),
+        ("copy", "data_loading"),
+    ],
+)
+def test_findings_name_the_phase_that_addresses_them(tiny_config, share, phase):
+    config = tiny_config(**INVERSE)
+    (row,) = report.findings(made(**{share: 0.4}), config, hardware.detect())
+    assert row["phase"] == phase and row["share"] == 0.4
+    assert row["sentence"].endswith(f"-> phase {phases.BY_NAME[phase].number}, {phase}")
+
+
+def test_findings_do_not_advise_what_is_on_or_cannot_run(tiny_config):
+    config = tiny_config(**{"training.compile": True})
+    (row,) = report.findings(made(**{"launch gaps": 0.3}), config, hardware.detect())
+    assert row["phase"] is None and row["sentence"].endswith("; phase 1, compile (on already)")
+    cpu = hardware.Hardware("cpu", 1, "a processor", 16.0, 4)
+    (row,) = report.findings(made(optimizer=0.3), config, cpu)  # its attention has no backward on a CPU
+    assert row["phase"] == "foreach"
+    both = tiny_config(**{"optimizer.foreach": True})
+    (row,) = report.findings(made(optimizer=0.3), both, cpu)
+    assert row["phase"] is None and "AdamW is either fused or foreach" in row["sentence"]
+    assert report.findings(made(optimizer=0.04), config, cpu) == []
+
+
+def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):
+    parameters = {"operator": 1000, "codecs": {"advection": 100, "darcy": 300}}
+    ddp = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3})
+    assert report.bytes_per_step(parameters, ddp, 4) == 2 * 0.75 * 4 * 1400
+    assert report.bytes_per_step(parameters, ddp, 1) == 0
+    sharded = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3, "training.use_fsdp2": True})
+    assert report.bytes_per_step(parameters, sharded, 4) == 0.75 * (3 * 2 * 4 * 1200 + 4 * 1400)

@@ -1,0 +1,224 @@
+"""Figures: labelled, robust against what runs really produce, and without side effects."""
+
+import subprocess
+import sys
+import warnings
+from functools import cache
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from upsnb.report import plots, style
+
+RANDOM = np.random.default_rng(0)
+X, TIMES = (np.arange(24) + 0.5) / 24, np.linspace(0, 2, 7)
+TRUTH = np.sin(2 * np.pi * (X - 0.4 * TIMES[:, None]))
+FIELD = RANDOM.random((12, 10))
+STEPS = np.arange(50)
+GAPPED = np.where(np.arange(50) % 4, np.nan, 0.5)
+
+
+def sample(truth=FIELD, prediction=FIELD + 0.1, inputs=FIELD, nrmse=0.1, label="median"):
+    return plots.FieldSample(label, inputs, truth, prediction, nrmse)
+
+
+def with_nan(values):
+    values = np.array(values, dtype=float)
+    values.flat[1] = np.nan
+    values.flat[-1] = np.inf
+    return values
+
+
+CASES = {
+    "samples 1d": lambda: plots.dataset_samples(
+        {"u [-]": np.stack([TRUTH, 0 * TRUTH, with_nan(TRUTH)])}, extent=(0, 1, 0, 2), x_label="x [-]", y_label="t [-]"
+    ),
+    "samples 2d": lambda: plots.dataset_samples(
+        {"nu [-]": [FIELD, FIELD], "pressure [-]": [-FIELD, 9 * FIELD]},
+        extent=(0, 1, 0, 1),
+        x_label="x [-]",
+        y_label="y [-]",
+        square=True,
+    ),
+    "1d": lambda: plots.prediction_truth_error_1d(X, TRUTH, 0.9 * TRUTH, TIMES, title="one"),
+    "1d constant": lambda: plots.prediction_truth_error_1d(X, 0 * TRUTH, 0 * TRUTH, TIMES),
+    "1d gaps": lambda: plots.prediction_truth_error_1d(X, TRUTH, with_nan(TRUTH), TIMES),
+    "1d nothing finite": lambda: plots.prediction_truth_error_1d(X, TRUTH, np.nan * TRUTH, TIMES),
+    "1d diverged": lambda: plots.prediction_truth_error_1d(X, TRUTH, 1e30 * TRUTH, TIMES, unit="m/s", time_unit="s"),
+    "1d one frame": lambda: plots.prediction_truth_error_1d(X, TRUTH[:1], TRUTH[:1], TIMES[:1]),
+    "1d one point": lambda: plots.prediction_truth_error_1d(X[:1], TRUTH[:, :1], TRUTH[:, :1], TIMES),
+    "1d float32": lambda: plots.prediction_truth_error_1d(*(a.astype("f4") for a in (X, TRUTH, TRUTH, TIMES))),
+    "2d": lambda: plots.prediction_truth_error_2d([sample(), sample(label="worst")], title="two"),
+    "2d one sample": lambda: plots.prediction_truth_error_2d([sample()]),
+    "2d without input": lambda: plots.prediction_truth_error_2d([sample(inputs=None)]),
+    "2d some inputs": lambda: plots.prediction_truth_error_2d([sample(), sample(inputs=None)]),
+    "2d constant": lambda: plots.prediction_truth_error_2d([sample(0 * FIELD, 0 * FIELD, 0 * FIELD + 1)]),
+    "2d gaps": lambda: plots.prediction_truth_error_2d([sample(with_nan(FIELD), nrmse=float("nan"))]),
+    "rollout": lambda: plots.rollout_error(
+        TIMES,
+        {"model": TIMES + 0.1, "persistence": TIMES + 1},
+        samples={"model": RANDOM.random((9, 7))},
+        given_until=-0.1,
+    ),
+    "rollout one sample": lambda: plots.rollout_error(TIMES, {"model": TIMES}, samples={"model": TIMES[None]}),
+    "rollout one frame": lambda: plots.rollout_error([1.0], {"model": [0.1]}, given_until=0.5),
+    "rollout gaps": lambda: plots.rollout_error(
+        TIMES, {"model": with_nan(TIMES)}, samples={"model": with_nan(RANDOM.random((9, 7)))}
+    ),
+    "rollout constant": lambda: plots.rollout_error(TIMES, {"model": np.full(7, 0.5)}),
+    "rollout nothing finite": lambda: plots.rollout_error(TIMES, {"model": np.full(7, np.nan)}),
+    "spectra": lambda: plots.spectra(np.arange(9), {"truth": 1 / (1 + np.arange(9)), "model": np.zeros(9)}, unit="m/s"),
+    "loss": lambda: plots.loss_terms(STEPS, {"total": 1 / (1 + STEPS), "inverse": GAPPED, "zero": 0 * STEPS}),
+    "loss one step": lambda: plots.loss_terms([0], {"total": [1.0]}, validation={"burgers": ([0], [0.5])}),
+    "loss validation": lambda: plots.loss_terms(
+        STEPS,
+        {"total": GAPPED},
+        progress_name="time",
+        progress_unit="s",
+        validation={"darcy": ([0, 40], [0.9, np.nan])},
+    ),
+    "throughput": lambda: plots.throughput(STEPS, 50 + STEPS % 3, STEPS > 9, 51.0, (50.5, 51.5)),
+    "throughput one step": lambda: plots.throughput([0.1], [9.0], [True], 9.0, (9.0, 9.0)),
+    "throughput one window": lambda: plots.throughput(STEPS, 50 + STEPS, STEPS > 9, 75.0, (np.nan, np.nan)),
+    "throughput none steady": lambda: plots.throughput(STEPS, 50 + STEPS, STEPS < 0, np.nan, (np.nan, np.nan)),
+    "distribution": lambda: plots.error_distribution(
+        {"burgers": RANDOM.random(20), "darcy": with_nan(RANDOM.random(20))},
+        baselines={"burgers": 0.9, "darcy": np.inf},
+    ),
+    "distribution long names": lambda: plots.error_distribution(
+        {f"2D diffusion-reaction, every second point, split {i}": [0.1, 0.2] for i in range(3)}
+    ),
+    "loss long names": lambda: plots.loss_terms(
+        STEPS,
+        {f"inverse consistency of the encoder {i}": 1 / (1 + STEPS) for i in range(4)},
+        validation={f"1D compressible Navier-Stokes {i}": ([0, 40], [0.9, 0.1]) for i in range(3)},
+    ),
+    "distribution one sample": lambda: plots.error_distribution({"burgers": [0.1]}),
+    "distribution constant": lambda: plots.error_distribution({"burgers": np.full(5, 0.1)}),
+    "distribution nothing finite": lambda: plots.error_distribution({"burgers": np.full(5, np.nan)}),
+}
+
+
+@cache
+def draw(case):
+    """The figure, drawn, with every warning an error: a layout that gives up only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = CASES[case]()
+        FigureCanvasAgg(figure).draw()
+    return figure
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_axis_with_numbers_has_a_quantity_and_a_unit(case):
+    axes = [child for ax in draw(case).axes for child in (ax, *ax.child_axes)]
+    for ax in axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            numbers = [tick for tick in axis.get_ticklabels() if tick.get_visible() and tick.get_text()]
+            text = axis.get_label().get_text()
+            assert not numbers or ("[" in text and text.endswith("]")), (ax.get_title(), text)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_text_is_inside_the_figure_and_axes_keep_their_room(case):
+    figure = draw(case)
+    renderer, page = figure.canvas.get_renderer(), figure.bbox
+    for ax in figure.axes:
+        box = ax.get_tightbbox(renderer)
+        assert box.x0 >= page.x0 - 1 and box.y0 >= page.y0 - 1, case
+        assert box.x1 <= page.x1 + 1 and box.y1 <= page.y1 + 1, case
+        assert ax.get_window_extent(renderer).width > 0.12 * page.width, case
+
+
+@pytest.mark.parametrize("case", ["rollout", "spectra", "loss", "loss validation", "throughput", "distribution"])
+def test_every_curve_has_a_name(case):
+    figure = draw(case)
+    for ax in figure.axes:
+        named = {line.get_color() for line in ax.lines if not line.get_label().startswith("_")}
+        assert {line.get_color() for line in ax.lines} <= named | set(style.PALETTE)
+        legend = {text.get_text() for text in ax.get_legend().get_texts()}
+        assert {line.get_label() for line in ax.lines if not line.get_label().startswith("_")} <= legend
+
+
+def test_truth_and_prediction_share_the_colours_of_the_truth():
+    figure = plots.prediction_truth_error_1d(X, TRUTH, 5 * TRUTH, TIMES)
+    truth, prediction, error = (ax.images[0] for ax in figure.axes[:3])
+    assert truth.get_clim() == prediction.get_clim() == (TRUTH.min(), TRUTH.max())
+    assert error.get_clim() == (-4 * abs(TRUTH).max(), 4 * abs(TRUTH).max())
+    rows = plots.prediction_truth_error_2d([sample(), sample(truth=10 * FIELD)]).axes
+    assert rows[1].images[0].get_clim() == rows[2].images[0].get_clim()
+    assert rows[5].images[0].get_clim() == rows[6].images[0].get_clim() != rows[1].images[0].get_clim()
+
+
+def test_images_put_cells_where_their_coordinates_are():
+    figure = plots.prediction_truth_error_1d(X, TRUTH, TRUTH, TIMES)
+    image = figure.axes[0].images[0]
+    assert image.origin == "lower"
+    assert image.get_extent() == pytest.approx([0, 1, -1 / 6, 2 + 1 / 6])
+
+
+def test_samples_that_are_not_finite_stay_in_the_distribution():
+    figure = plots.error_distribution({"burgers": [0.1, 0.2, np.nan, np.inf]})
+    line = figure.axes[0].lines[0]
+    assert line.get_ydata()[-1] == 0.5
+    assert line.get_label() == "burgers (n = 4, 2 not finite)"
+
+
+def test_a_blown_up_sample_counts_as_the_worst_of_the_band():
+    band = style.middle_half([[1.0], [2.0], [3.0], [np.nan], [np.inf]])
+    assert band[0, 0] == 2.0 and np.isnan(band[1, 0])
+
+
+def test_running_median_follows_and_ignores_spikes():
+    values = np.ones(200)
+    values[100] = 1e6
+    assert style.running_median(values).tolist() == [1.0] * 200
+    assert style.running_median(np.array([3.0])).tolist() == [3.0]
+
+
+def test_many_curves_never_look_alike():
+    looks = style.looks([f"run {i}" for i in range(18)] + ["truth", "persistence"])
+    assert len({(look["color"], look["linestyle"]) for look in looks.values() if "linestyle" in look}) == 19
+
+
+def test_the_callers_settings_are_left_alone():
+    with matplotlib.rc_context({"font.size": 13.0, "axes.grid": False}):  # nothing that a leak could have left before
+        before = dict(matplotlib.rcParams)
+        figure = CASES["loss validation"]()
+        figure._repr_png_()
+        FigureCanvasAgg(figure).draw()
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_saved_file_is_a_png_at_150_dpi_and_the_same_every_time(tmp_path):
+    first = style.save(CASES["throughput"](), tmp_path / "new" / "figures", "throughput")
+    second = style.save(CASES["throughput"](), tmp_path, "again")
+    assert first == tmp_path / "new" / "figures" / "throughput.png"
+    assert first.read_bytes() == second.read_bytes()
+    width = int.from_bytes(first.read_bytes()[16:20], "big")
+    assert width == pytest.approx(4.8 * 150, abs=1)
+
+
+def test_notebooks_can_show_a_figure_without_pyplot():
+    figure = CASES["spectra"]()
+    assert isinstance(figure, Figure)
+    assert figure._repr_png_()[0].startswith(b"\x89PNG")
+
+
+def test_what_is_shown_is_what_is_saved_and_smaller_than_it_is_sharp(tmp_path):
+    figure = CASES["spectra"]()
+    shown, size = figure._repr_png_()
+    assert style.save(figure, tmp_path, "spectra").read_bytes() == shown
+    assert int.from_bytes(shown[16:20], "big") / size["width"] == pytest.approx(150 / 110, rel=0.01)
+
+
+def test_pyplot_and_torch_are_never_imported(tmp_path):
+    code = (
+        "import sys; from upsnb.report import plots, style\n"
+        f"style.save(plots.spectra([0, 1, 2], {{'truth': [1, 1, 1]}}), {str(tmp_path)!r}, 'a')\n"
+        "assert not {'matplotlib.pyplot', 'torch'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

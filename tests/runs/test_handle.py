@@ -1,0 +1,368 @@
+"""The run folder: what is written is whole, readers see only that, and a status is never a guess."""
+
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from upsnb import overlays
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError, RunError, RunFailed
+from upsnb.runs import files, handle, processes, runfolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return runfolder.create(RunConfig(), tmp_path / "run")
+
+
+# -- folder --------------------------------------------------------------------------------------------------------
+
+
+def test_reading_a_run_loads_no_torch(folder):
+    code = (
+        f"import sys; from upsnb.runs import handle; handle.Run.attach({str(folder)!r}).status(); "
+        "print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_folder_describes_the_run(folder):
+    run = handle.Run.attach(folder)
+    assert run.config == RunConfig() and run.status() == "starting" and run.cause() is None
+    manifest = run.manifest
+    assert manifest["seeds"]["training"] == 42 and manifest["versions"]["torch"] and manifest["hardware"]["num_cores"]
+    assert manifest["segments"] == [] and manifest["phases_skipped"] == {}
+
+
+def test_folders_of_one_second_do_not_collide(tmp_path, monkeypatch):
+    for name in ("params", "notebooks", "notebooks/deeper"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks/deeper")
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    folders = [runfolder.create(RunConfig()) for _ in range(3)]
+    names = ["train-20260101-000000", "train-20260101-000000-2", "train-20260101-000000-3"]
+    assert folders == [tmp_path / "outputs" / name for name in names]
+
+
+def test_used_folder_is_refused_and_no_folder_is_no_run(folder, tmp_path):
+    with pytest.raises(RunError, match="its run is starting"):
+        runfolder.create(RunConfig(), folder)
+    runfolder.update_manifest(folder, status="failed")
+    with pytest.raises(RunError, match="already holds a run"):
+        runfolder.create(RunConfig(), folder)
+    with pytest.raises(RunError, match="not a run folder"):
+        handle.Run.attach(tmp_path)
+
+
+def test_continued_run_keeps_its_past_and_drops_old_requests(folder):
+    runfolder.update_manifest(folder, status="finished", segments=[{"number": 0}])
+    runfolder.write_control(folder, {"training.compile": True}, "stop")
+    runfolder.create(overlays.resolve({"checkpoint": {"resume": True}}), folder)
+    assert runfolder.read_manifest(folder)["segments"] == [{"number": 0}]
+    control = runfolder.read_control(folder)
+    assert (control.revision, control.overlay, control.command) == (2, {}, None), "the revision still grows"
+    assert not control.stop and runfolder.read_manifest(folder)["applied"] == {"revision": 2, "overlay": {}}
+    assert (folder / "config.segment0.yaml").exists()
+
+
+def test_full_disk_costs_the_reserve_and_not_the_manifest(folder, monkeypatch):
+    real, calls = os.replace, []
+
+    def full(source, target):
+        if (folder / files.RESERVE).exists():
+            raise OSError(28, "No space left on device")
+        calls.append(target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        runfolder.update_manifest(folder, status="running")
+    runfolder.update_manifest(folder, last_words=True, status="failed")
+    assert runfolder.read_manifest(folder)["status"] == "failed" and len(calls) == 1
+    assert not [path for path in folder.iterdir() if path.name.startswith(".manifest")], "no half-written file stays"
+
+
+# -- status --------------------------------------------------------------------------------------------------------
+
+
+def test_run_without_its_supervisor_has_died(folder):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    runfolder.update_manifest(folder, status="running", supervisor=processes.process_identity(child.pid))
+    run = handle.Run.attach(folder)
+    assert run.status() == "running"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the process table
+    assert run.status() == "died" and "before its first step" in run.cause()
+    child.wait()
+    child.stdin.close()
+    assert run.status() == "died"
+
+
+def test_reused_pid_is_another_process(folder):
+    pid, _, started = processes.process_identity(os.getpid()).partition(":")
+    runfolder.update_manifest(folder, status="running", supervisor=f"{pid}:{started}0")
+    assert handle.Run.attach(folder).status() == "died"
+
+
+def test_run_whose_supervisor_never_came_has_died(folder):
+    runfolder.update_manifest(folder, created=time.time() - 100)
+    assert handle.Run.attach(folder).status() == "died"
+
+
+def test_run_of_another_machine_lives_by_its_heartbeat(folder):
+    runfolder.update_manifest(folder, status="running", host="elsewhere", supervisor="1:1")
+    runfolder.Heartbeat(folder, 0).beat(3)
+    assert handle.Run.attach(folder).status() == "running"
+    for path in (folder / "heartbeat.rank0", folder):
+        os.utime(path, (time.time() - 10_000,) * 2)
+    assert handle.Run.attach(folder).status() == "died"
+
+
+def test_wait_returns_for_finished_runs_only(folder):
+    run = handle.Run.attach(folder)
+    with pytest.raises(TimeoutError, match="still starting"):
+        run.wait(timeout=0)
+    runfolder.EventWriter(folder).write("end", 3)
+    (folder / runfolder.LOG).write_text("".join(f"line {i}\n" for i in range(100)))
+    runfolder.update_manifest(folder, status="failed", cause="rank 1 raised ValueError")
+    with pytest.raises(RunFailed, match="rank 1 raised ValueError") as caught:
+        run.wait()
+    assert caught.value.log_tail.splitlines()[-1] == "line 99" and len(caught.value.log_tail.splitlines()) == 30
+    runfolder.update_manifest(folder, status="finished")
+    seen = []
+    assert run.wait(on_event=seen.append) == "finished" and [event["kind"] for event in seen] == ["end"]
+
+
+# -- events --------------------------------------------------------------------------------------------------------
+
+
+def test_every_line_is_valid_json_with_kind_time_step_first(folder):
+    import numpy as np
+
+    events = runfolder.EventWriter(folder, 1)
+    events.write(
+        "step", 4, loss=math.nan, losses={"a": 1.0, "b": [math.inf]}, rate=np.float32(0.5), bad=np.float32("inf")
+    )
+    text = (folder / "events.rank1.jsonl").read_text()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    event = json.loads(text, parse_constant=refuse)
+    assert list(event)[:3] == ["kind", "time", "step"] and abs(event["time"] - time.time()) < 5
+    assert event["loss"] is None and event["losses"] == {"a": 1.0, "b": [None]} and event["rate"] == 0.5
+    assert event["nonfinite"] == ["loss", "losses.b.0", "bad"]
+
+
+@pytest.mark.parametrize("length", [1, 100, 65536, 200_000])
+@pytest.mark.parametrize("num_whole", [0, 2])
+def test_half_line_of_a_crash_is_cut(folder, length, num_whole):
+    events = runfolder.EventWriter(folder)
+    for step in range(num_whole):
+        events.write("step", step)
+    events.close()
+    with open(folder / "events.jsonl", "a") as file:
+        file.write("x" * length)
+    runfolder.EventWriter(folder).write("step", num_whole)
+    assert [event["step"] for event in runfolder.read_events(folder)] == list(range(num_whole + 1))
+
+
+def test_tail_reads_only_what_is_new_and_whole(folder):
+    tail = runfolder.Tail(folder)
+    assert tail.read() == []
+    events = runfolder.EventWriter(folder)
+    events.write("step", 1)
+    assert [event["step"] for event in tail.read()] == [1] and tail.read() == []
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"kind": "step", "ti')
+        file.flush()
+        assert tail.read() == []
+        file.write('me": 0.0, "step": 2}\n')
+    assert [event["step"] for event in tail.read()] == [2]
+
+
+def test_kinds_are_not_confused_by_their_prefixes(folder):
+    events = runfolder.EventWriter(folder)
+    for kind in ("flip", "flip_effect", "step"):
+        events.write(kind, 1, kind_of="flip")
+    assert [event["kind"] for event in runfolder.read_events(folder, ["flip"])] == ["flip"]
+    assert [event["kind"] for event in runfolder.read_events(folder, ["step", "flip_effect"])] == [
+        "flip_effect",
+        "step",
+    ]
+
+
+def test_damaged_line_is_told_and_hides_no_other(folder):
+    events = runfolder.EventWriter(folder)
+    events.write("step", 1)
+    with open(folder / "events.jsonl", "a") as file:
+        file.write("\0\0\0garbage\n")
+    events.write("step", 2)
+    kinds = [event["kind"] for event in runfolder.read_events(folder)]
+    assert kinds == ["step", "warning", "step"]
+
+
+def test_hundred_thousand_events_are_read_in_half_a_second(folder):
+    line = json.dumps(
+        {"kind": "step", "time": 1.5, "step": 7, "loss": 0.25, "losses": {"relative": 0.125}, "rate": 1e-3}
+    )
+    (folder / "events.jsonl").write_text(100_000 * (line + "\n"))
+    tail, times = runfolder.Tail(folder), []
+    for _ in range(3):
+        tail._offset, started = 0, time.process_time()  # not the wall's: others use these cores
+        assert len(tail.read()) == 100_000
+        times.append(time.process_time() - started)
+    assert min(times) < 0.5
+
+
+# -- heartbeats ----------------------------------------------------------------------------------------------------
+
+
+def test_heartbeat_says_where_a_rank_is_and_costs_microseconds(folder):
+    heartbeat = runfolder.Heartbeat(folder, 3)
+    assert heartbeat.step is None and runfolder.read_heartbeats(folder)[3]["state"] == "waiting"
+    size = (folder / "heartbeat.rank3").stat().st_size
+    started = time.process_time()
+    for step in range(500, 1500):
+        heartbeat.beat(step)
+    assert time.process_time() - started < 1000 * 50e-6
+    beat = runfolder.read_heartbeats(folder)[3]
+    assert (beat["step"], beat["beats"], beat["first"], beat["pid"]) == (1499, 1000, 500, os.getpid())
+    heartbeat.done()
+    assert runfolder.read_heartbeats(folder)[3]["state"] == "done" and heartbeat.step == 1499
+    assert (folder / "heartbeat.rank3").stat().st_size == size
+
+
+# -- control -------------------------------------------------------------------------------------------------------
+
+
+def test_control_file_follows_its_contract(folder):
+    assert runfolder.read_control(folder) == runfolder.Control(0, {}, None)
+    runfolder.write_control(folder, {"training.compile": True}, "checkpoint")
+    text = json.loads((folder / "control.json").read_text())
+    contract = {"format": 1, "revision": 1, "overlay": {"training.compile": True}, "command": "checkpoint"}
+    assert text == {**contract, "asked": {"settings": 1, "checkpoint": 1}}
+    assert runfolder.write_control(folder, None, "pause") == runfolder.Control(
+        2, {"training.compile": True}, "pause", {"settings": 1, "checkpoint": 1, "pause": 2}
+    )
+
+
+def test_stop_is_not_undone_by_a_later_click(folder):
+    handle.Run.attach(folder).stop()
+    assert runfolder.write_control(folder, {"training.compile": True}).command == "stop"
+    assert runfolder.write_control(folder, {}, "checkpoint").command == "stop"
+
+
+def test_a_control_file_written_by_hand_is_obeyed(folder):
+    control = folder / "control.json"
+    control.write_text('{"format": 1, "revision": 4, "overlay": {"training.compile": true}, "command": "checkpoint"}')
+    assert runfolder.read_control(folder).asked == {"settings": 4, "checkpoint": 4}
+    runfolder.write_control(folder, None, "pause")
+    text = json.loads(control.read_text())
+    control.write_text(json.dumps({**text, "revision": 6, "command": "stop"}))  # as an editor would leave it
+    read = runfolder.read_control(folder)
+    assert read.stop and read.paused and read.asked == {"settings": 6, "checkpoint": 4, "pause": 5, "stop": 6}
+
+
+def test_two_commands_between_two_boundaries_are_both_seen(folder):
+    run = handle.Run.attach(folder)
+    assert [run.checkpoint(), run.pause(), run.update({"batch_size": 4})] == [1, 2, 3]
+    control = runfolder.read_control(folder)
+    assert control.asked == {"checkpoint": 1, "pause": 2, "settings": 3} and control.paused
+    assert run.resume() == 4
+    assert not runfolder.read_control(folder).paused
+
+
+def test_a_refused_setting_does_not_poison_the_next_request(folder):
+    run = handle.Run.attach(folder)
+    run.update({"batch_size": 4})
+    runfolder.update_manifest(folder, applied={"revision": 1, "overlay": {"training.batch_size": 4}})
+    run.update({"latent.dim": 16, "noise": 0.1})
+    runfolder.update_manifest(folder, applied={"revision": 2, "overlay": {"training.batch_size": 4}})  # refused
+    run.update({"compile": True})
+    assert runfolder.read_control(folder).overlay == {"training.batch_size": 4, "training.compile": True}
+    assert run.current_config.training.batch_size == 4 and not run.current_config.training.compile
+
+
+def test_what_is_no_setting_and_no_phase_is_not_asked(folder):
+    run = handle.Run.attach(folder)
+    with pytest.raises(ConfigError, match="did you mean bf16"):
+        run.flip("bf61", True)
+    with pytest.raises(ConfigError, match="did you mean training.batch_size"):
+        run.update({"batchsize": 4})
+    assert runfolder.read_control(folder).revision == 0
+
+
+def test_a_run_is_paused_from_its_own_word_until_its_next(folder):
+    runfolder.update_manifest(folder, status="running", supervisor=processes.process_identity(os.getpid()))
+    run, events = handle.Run.attach(folder), runfolder.EventWriter(folder)
+    run.pause()
+    assert not run.is_paused()
+    for kind, paused in (
+        ("paused", True),
+        ("checkpoint", True),
+        ("resumed", False),
+        ("paused", True),
+        ("segment", False),
+    ):
+        events.write(kind, 3)
+        assert run.is_paused() == paused, kind
+    events.close()
+
+
+SETTINGS = ("training.noise", "optimizer.lr", "training.lambda_spectral", "training.grad_clip")
+
+
+def _click_settings(folder, path, values):
+    for value in values:
+        handle.Run(folder).update({path: value})
+
+
+def test_viewers_that_click_at_once_lose_no_setting(folder):
+    fork = multiprocessing.get_context("fork")
+    values = [round(0.01 * count, 2) for count in range(1, 9)]
+    clickers = [fork.Process(target=_click_settings, args=(folder, path, values)) for path in SETTINGS]
+    for clicker in clickers:
+        clicker.start()
+    for clicker in clickers:
+        clicker.join()
+    control = runfolder.read_control(folder)
+    assert control.revision == len(SETTINGS) * len(values)
+    assert control.overlay == dict.fromkeys(SETTINGS, values[-1])
+
+
+def _click(folder, count):
+    for _ in range(count):
+        runfolder.write_control(folder, {})
+
+
+def test_two_writers_never_share_a_revision(folder):
+    other = multiprocessing.get_context("fork").Process(target=_click, args=(folder, 40))
+    threads = [threading.Thread(target=_click, args=(folder, 40)) for _ in range(2)]
+    for writer in (other, *threads):
+        writer.start()
+    seen = []
+    while other.is_alive() or any(thread.is_alive() for thread in threads):
+        seen.append(runfolder.read_control(folder).revision)  # raises on half a file
+    for writer in (other, *threads):
+        writer.join()
+    assert runfolder.read_control(folder).revision == 120 and seen == sorted(seen)
+
+
+def test_unknown_format_is_refused(folder):
+    runfolder.write_json(folder / "control.json", {"format": 9})
+    with pytest.raises(RunError, match="format 9, this version reads 1"):
+        runfolder.read_control(folder)
+
+
+def test_a_heartbeat_that_is_just_being_created_is_no_heartbeat_yet(folder):
+    (folder / "heartbeat.rank0").touch()
+    runfolder.Heartbeat(folder, 1).beat(3)
+    assert list(runfolder.read_heartbeats(folder)) == [1]

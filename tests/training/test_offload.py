@@ -1,0 +1,162 @@
+"""AdamW in host memory: the same steps, moments carried both ways, copies that follow the weights.
+
+Where there is no GPU, torchao's optimizer runs as it is, with stand-ins for streams, events and page-locked memory.
+"""
+
+import contextlib
+import copy
+import types
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from upsnb import hardware, overlays
+from upsnb.config import RunConfig
+from upsnb.training import optimizers
+from upsnb.training.offload import OffloadedAdamW
+
+OFF = {"training.grad_clip": None, "training.accum_steps": 2, "optimizer.fused": True, "training.ema_decay": 0.9}
+ON = {"training.cpu_offload_optimizer": True}
+
+
+class Stream:
+    """A queue that has done everything at once."""
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return types.SimpleNamespace(synchronize=lambda: None)
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    from torchao.optim import cpu_offload
+
+    empty_like = torch.empty_like
+    monkeypatch.setattr(cpu_offload, "get_available_devices", lambda: ["cuda"])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory=False, **options: empty_like(x, **options))
+    monkeypatch.setattr(hardware, "problems", lambda config, machine: [])
+
+
+def change(setup, overlay: dict) -> None:
+    setup.update(overlays.apply(setup.config, overlay))
+
+
+def train(setup, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        epoch = setup.loader.epoch(0, 2 * step)
+        optimizers.set_learning_rate(setup.optimizers, 1.0 / (step + 1))
+        setup.step([next(epoch), next(epoch)], step, 2 * step)
+
+
+def assert_same_weights(ours, theirs):
+    for (name, one), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"training.grad_clip": 1e-2}, {"training.amp": True, "training.amp_dtype": "float16"}],
+    ids=["", "clipped", "scaled"],
+)
+def test_steps_on_the_host_are_adamw_s(tiny_setup, without_gpu, settings):
+    """With gradients as the step leaves them: accumulated, unscaled and clipped."""
+    plain, offloaded = tiny_setup(**{**OFF, **settings}), tiny_setup(**{**OFF, **settings, **ON})
+    adamw = offloaded.optimizers[-1]
+    assert adamw.inner.optim_dict and adamw.inner.d_opt is not None  # large tensors there, small ones here
+    assert isinstance(offloaded.optimizers[0], torch.optim.Muon)
+    for setup in (plain, offloaded):
+        train(setup, 3)
+    assert_same_weights(offloaded, plain)
+
+
+def test_flipped_on_and_off_training_goes_on_as_if_nothing_had_been(tiny_setup, without_gpu):
+    plain, flipped = tiny_setup(**OFF), tiny_setup(**OFF)
+    train(plain, 6)
+    train(flipped, 2)
+    change(flipped, ON)
+    assert isinstance(flipped.optimizers[-1], OffloadedAdamW)
+    train(flipped, 2, first=2)
+    change(flipped, {"training.cpu_offload_optimizer": False})
+    train(flipped, 2, first=4)
+    assert_same_weights(flipped, plain)
+    assert not any(p._post_accumulate_grad_hooks for p in flipped.model.parameters())
+
+
+def test_loaded_weights_reach_the_host_and_a_swapped_average_does_not(tiny_setup, without_gpu):
+    source, offloaded = tiny_setup(**OFF), tiny_setup(**OFF, **ON)
+    train(source, 2)
+    train(offloaded, 1)
+    offloaded.load_state_dict(copy.deepcopy(source.state_dict()))
+    offloaded.ema.swap()
+    offloaded.ema.swap()
+    for setup in (source, offloaded):
+        train(setup, 2, first=2)
+    assert_same_weights(offloaded, source)
+
+
+def test_what_offloading_saves_any_setup_loads(tiny_setup, without_gpu):
+    plain, offloaded = tiny_setup(**OFF), tiny_setup(**OFF, **ON)
+    train(offloaded, 2)
+    state = copy.deepcopy(offloaded.state_dict())
+    assert state["moments"].keys() == {name for name, _ in offloaded.model.named_parameters()}
+    plain.load_state_dict(state)
+    for setup in (plain, offloaded):
+        train(setup, 1, first=2)
+    assert_same_weights(offloaded, plain)
+
+
+def test_learning_rates_reach_every_inner_group_and_idle_parameters_rest(tiny_setup, without_gpu):
+    setup = tiny_setup(**OFF, **ON)
+    adamw = setup.optimizers[-1]
+    assert optimizers.set_learning_rate(setup.optimizers, 0.25) == pytest.approx(0.25 * 1.4e-3)
+    before = {name: p.detach().clone() for name, p in setup.model.named_parameters()}
+    epoch = [batch for batch in setup.loader.epoch(0) if batch.dataset == "darcy"][:2]
+    setup.step(epoch, 0, 0)
+    assert {group["lr"] for group, _ in adamw.inner_groups} == {0.25 * 1.4e-3}
+    assert {group["weight_decay"] for group, _ in adamw.inner_groups} == {0.0, 0.03}
+    stepped = {name for name, parameter in setup.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert "encoders.darcy.embed.weight" in stepped and not any("advection" in name for name in stepped)
+
+
+def test_sharded_parameters_are_stepped_where_they_lie(without_gpu, tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        plain = torch.nn.Linear(64, 80)
+        sharded = copy.deepcopy(plain)
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        fully_shard(sharded, mesh=mesh)
+        theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+        groups = [{"params": list(sharded.parameters()), "weight_decay": 0.1}]
+        ours = OffloadedAdamW(groups, lr=1e-2, betas=(0.9, 0.99))
+        x = torch.randn(4, 64)
+        for _ in range(3):
+            for model, optimizer in ((plain, theirs), (sharded, ours)):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for one, other in zip(sharded.parameters(), plain.parameters()):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(one.full_tensor(), other)
+            moment = ours.state[one]["exp_avg"]
+            assert isinstance(moment, DTensor)
+            torch.testing.assert_close(moment.full_tensor(), theirs.state[other]["exp_avg"])
+            ours.give_state(one, ours.state[one])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_without_a_gpu_it_is_refused_with_the_reason():
+    config = RunConfig.model_validate({"training": {"cpu_offload_optimizer": True, "device": "cpu"}})
+    (problem,) = hardware.problems(config, hardware.detect())
+    assert problem.startswith("training.cpu_offload_optimizer: ") and "host memory" in problem

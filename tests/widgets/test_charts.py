@@ -1,0 +1,251 @@
+"""Following a run and drawing it: what is kept when points are thinned, what a flip's label says, what it costs."""
+
+import json
+import re
+import sys
+import time
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from upsnb.runs import events
+from upsnb.widgets import charts, html, snapshot
+from upsnb.widgets.history import MOST_BUCKETS, History, Table
+
+START = {"kind": "start", "time": 1000.0, "step": 0, "num_ranks": 2, "device": "cpu", "total_steps": 1000}
+START |= {"parameters": 1000, "samples_per_step": 16, "datasets": {"waves": {"pairs": 100}}}
+
+
+def step_event(step: int, **changes) -> dict:
+    event = {"kind": "step", "time": 1000.0 + step, "step": step, "time_s": 0.5 * step, "step_time_ms": 500.0}
+    event |= {"samples_per_s": 32.0, "data_wait_ms": 5.0, "loss": 1 / step, "losses": {"relative": 1 / step}}
+    return {
+        **event,
+        "peak_memory_gib": 2.0,
+        "steady": step > 5,
+        "epoch": 0,
+        "datasets": ["waves"],
+        "learning_rate": 1e-3,
+        **changes,
+    }
+
+
+def flip_event(revision: int, step: int, **changes) -> dict:
+    event = {"kind": "flip", "time": 1000.0 + step, "step": step, "revision": revision, "applied": True}
+    event |= {"reason": None, "changes": {"training.amp": True}, "phases": {"bf16": True}, "phases_on": ["bf16"]}
+    return {**event, "duration_ms": 3.0, **changes}
+
+
+def effect_event(revision: int, step: int, **changes) -> dict:
+    event = {"kind": "flip_effect", "time": 1000.0 + step, "step": step, "revision": revision, "ratio": 1.31}
+    return {**event, "ci95": [1.27, 1.35], "memory_gib": [2.0, 1.58], **changes}
+
+
+def say(folder, *said: dict) -> None:
+    with open(events.events_path(folder), "a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in said)
+
+
+def history(folder, *said: dict) -> History:
+    say(folder, START, *said)
+    result = History(folder)
+    result.read()
+    return result
+
+
+# -- thinning ------------------------------------------------------------------------------------------------------
+
+
+def test_thinning_keeps_every_extreme_within_600_points():
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[[7, 54_321, 99_999]] = 50, -50, 60
+    table = Table(("loss",))
+    table.append({"loss": values})
+    least, greatest, mean = table.thinned("loss")
+    assert len(least) + len(greatest) <= 2 * MOST_BUCKETS == 600
+    assert least.min() == -50 and greatest.max() == 60 and greatest[0] == 50
+    assert mean.mean() == pytest.approx(values.mean(), abs=0.01)
+
+
+def test_thinning_bit_by_bit_equals_thinning_at_once():
+    generator = np.random.default_rng(1)
+    values = generator.normal(size=5000)
+    values[generator.integers(0, 5000, 500)] = np.nan
+    values[1000:1100] = np.nan  # a whole bucket of gaps
+    grown = Table(("loss",))
+    while grown.num_rows < 5000:
+        grown.append({"loss": values[grown.num_rows : grown.num_rows + generator.integers(1, 90)]})
+        at_once = Table(("loss",))
+        at_once.append({"loss": values[: grown.num_rows]})
+        for mine, expected in zip(grown.thinned("loss", 3), at_once.thinned("loss", 3)):
+            np.testing.assert_allclose(mine, expected)
+
+
+def test_steps_that_a_relaunch_repeats_replace_the_earlier_ones(tmp_path):
+    followed = history(tmp_path, *(step_event(k, loss=9.0) for k in range(1, 401)))
+    assert followed.steps.thinned("loss")[2][-1] == 9
+    say(tmp_path, {**START, "step": 350}, *(step_event(k, loss=1.0) for k in range(351, 361)))
+    followed.read()
+    np.testing.assert_array_equal(followed.steps["step"], np.arange(1, 361))
+    assert list(followed.steps["loss"][348:352]) == [9, 9, 1, 1]
+    assert followed.steps.thinned("loss")[2][-1] == 1 and followed.step == 360
+    again = History(tmp_path)  # one read of everything finds the same
+    again.read()
+    np.testing.assert_array_equal(again.steps["loss"], followed.steps["loss"])
+
+
+@pytest.mark.slow
+def test_hundred_thousand_steps_open_in_two_seconds_and_redraw_without_reading_again(tmp_path):
+    lines = [json.dumps(step_event(k)) for k in range(1, 100_001)]
+    events.events_path(tmp_path).write_text("\n".join([json.dumps(START), *lines]) + "\n")
+    before = time.process_time()
+    followed = History(tmp_path)
+    followed.read()
+    charts.svg(followed)
+    assert time.process_time() - before < 2
+    say(tmp_path, step_event(100_001))
+    before = time.process_time()
+    assert [event["step"] for event in followed.read()] == [100_001]
+    charts.svg(followed)
+    assert time.process_time() - before < 0.1  # the whole file would take ten times as long
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------
+
+
+def long_history(folder, **fields) -> History:
+    """600 points a curve, noise on every one, three terms and a GPU."""
+    noise = np.random.default_rng(2).uniform(0.5, 2, (1200, 5))
+    steps = []
+    for k, (a, b, c, d, e) in enumerate(noise.tolist(), 1):
+        terms = {"relative": a / k, "spectral": b / k, "inv_enc": c / k}
+        telemetry = {name: [100 * d] for name in ("utilisation_percent", "power_w", "clock_mhz")}
+        steps.append(step_event(k, samples_per_s=32 * a, loss=b, losses=terms, data_wait_ms=20 * e, **fields))
+        steps.append({"kind": "telemetry", "time": 1000.0 + k, "step": k, **telemetry})
+    flips = [event for r in range(1, 13) for event in (flip_event(r, 90 * r), effect_event(r, 90 * r + 40))]
+    return history(folder, *steps, *flips)
+
+
+@pytest.mark.parametrize("axis", ["step", "time"])
+@pytest.mark.parametrize("terms", [False, True])
+def test_a_redraw_is_whole_html_of_at_most_30_kilobytes(tmp_path, axis, terms):
+    text = charts.svg(long_history(tmp_path), axis, terms)
+    assert len(text.encode()) <= 30_000
+    ElementTree.fromstring(text)  # every tag is closed, every attribute quoted
+    assert "nan" not in text and "inf" not in text and text.count("<svg") == 7
+
+
+def test_warm_up_and_compile_steps_are_pale_and_left_out_of_the_figure(tmp_path):
+    unsteady = {k: {"samples_per_s": 1e6, "steady": False} for k in (1, 2, 50)}
+    followed = history(tmp_path, *(step_event(k, **unsteady.get(k, {"steady": True})) for k in range(1, 101)))
+    throughput = charts.strips(followed)[0]
+    pale, counted = throughput.curves
+    assert pale.pale and np.flatnonzero(np.isfinite(pale.y)).tolist() == [0, 1, 49]
+    assert np.nanmax(counted.y) == 32 and throughput.span()[1] < 40 and followed.rate() == 32
+    assert 'class="pale"' in charts.svg(followed)
+
+
+def test_throughput_is_samples_over_seconds_where_datasets_take_turns(tmp_path):
+    """Steps of 1 s at 10 samples/s and of 0.1 s at 100: 20 samples in 1.1 s, not 55 samples/s."""
+    say(tmp_path, {**START, "datasets": {"a": {}, "b": {}}})
+    fast = {"samples_per_s": 100.0, "step_time_ms": 100.0}
+    slow = {"samples_per_s": 10.0, "step_time_ms": 1000.0}
+    say(tmp_path, *(step_event(k, steady=True, **(fast if k % 2 else slow)) for k in range(1, 101)))
+    followed = History(tmp_path)
+    followed.read()
+    curve = charts.strips(followed)[0].curves[1]
+    np.testing.assert_allclose(curve.y, 20 / 1.1)
+    assert followed.rate() == pytest.approx(20 / 1.1)
+    assert set(curve.low) == {10} and set(curve.high) == {100}
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_is_said(tmp_path):
+    followed = history(tmp_path, *(step_event(k, loss=None if k > 50 else 1.0) for k in range(1, 101)))
+    assert np.isnan(charts.strips(followed)[1].curves[0].y[50:]).all()
+    assert "not finite" in charts.svg(followed)
+
+
+def test_a_run_without_steps_says_what_it_is_doing(tmp_path):
+    said = {"kind": "progress", "time": 1000.0, "step": 0, "message": "generating <waves>"}
+    assert "generating &lt;waves&gt;" in charts.svg(history(tmp_path, said))
+
+
+# -- flips -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flip_is_labelled_with_its_measured_effect_and_interval(tmp_path):
+    steps = [step_event(k) for k in range(1, 200)]
+    followed = history(tmp_path, *steps, flip_event(1, 100), effect_event(1, 140))
+    text = "bf16  ×1.31 [1.27, 1.35], memory −21 %"
+    assert f"1  {text}" in charts.svg(followed)
+    assert "×1.31 [1.27, 1.35], memory −21 %" in html.flips(followed, {"bf16": 1.1})
+    assert "×1.10" in html.flips(followed, {"bf16": 1.1})
+
+
+@pytest.mark.parametrize("steps", [range(10, 1000, 80), [500] * 9, [995, 996, 997, 998, 999], [1, 2, 3]])
+def test_labels_overlap_nowhere_and_end_inside_the_narrowest_strip(tmp_path, steps):
+    flips = [event for r, k in enumerate(steps, 1) for event in (flip_event(r, k), effect_event(r, k))]
+    text = charts.svg(history(tmp_path, *(step_event(k) for k in range(1, 1001)), *flips))
+    found = re.findall(r'<u style="top:(\d+)px;left:max\(0px,min\(([\d.]+)%,calc\(100% - (\d+)px', text)
+    assert len(found) >= min(len(steps), charts.LANES)
+    boxes = []
+    for top, share, pixels in found:
+        left = max(0, min(charts.NARROWEST * float(share) / 100, charts.NARROWEST - int(pixels)))
+        assert left + int(pixels) <= charts.NARROWEST + 1
+        boxes.append((top, left, left + int(pixels)))
+    for i, (top, left, right) in enumerate(boxes):
+        assert not any(top == t and left < r and right > a for t, a, r in boxes[:i])
+
+
+def test_refused_flips_say_why_and_no_text_of_a_run_becomes_markup(tmp_path):
+    bad = flip_event(1, 50, applied=False, changes={}, phases={}, reason="rank 0: 1 problem\n  <script>x</script>")
+    followed = history(tmp_path, *(step_event(k) for k in range(1, 101)), bad)
+    for text in (charts.svg(followed), html.flips(followed, {})):
+        ElementTree.fromstring(text)
+        assert "<script>" not in text and "&lt;script&gt;" in text
+
+
+def test_a_request_is_answered_by_its_own_flip_or_a_later_one(tmp_path):
+    followed = history(tmp_path, step_event(1), flip_event(3, 7, changes={}, phases={}))
+    assert followed.answer(4, "bf16") == "bf16: requested"
+    say(tmp_path, flip_event(6, 9), flip_event(7, 12, applied=False, reason="rank 0: 1 problem\n  no ranks"))
+    followed.read()
+    assert followed.answer(2, "bf16") == "bf16: applied at step 7, and nothing had to change"
+    assert followed.answer(4, "bf16") == "bf16: applied at step 9"
+    assert followed.answer(7, "fsdp2") == "fsdp2: refused. no ranks"
+
+
+def test_a_cold_flip_is_relaunching_until_it_is_answered(tmp_path):
+    followed = history(tmp_path, step_event(1), {"kind": "relaunch", "time": 1002.0, "step": 1, "revision": 1})
+    said = [followed.answer(1, "FSDP2 on")]
+    for event in ({**START, "step": 1}, step_event(2), flip_event(1, 2, cold=True, phases={"fsdp2": True})):
+        say(tmp_path, event)
+        followed.read()
+        said.append(followed.answer(1, "FSDP2 on"))
+    assert said == ["FSDP2 on: relaunching from a checkpoint"] * 3 + ["FSDP2 on: applied at step 2"]
+    assert not followed.relaunching and followed.flips[0].what == "FSDP2"
+
+
+def test_what_was_left_out_of_a_flip_is_listed_with_its_reason(tmp_path):
+    skipped = flip_event(1, 5, changes={}, phases={}, skipped={"fused": "needs <CUDA>"})
+    followed = history(tmp_path, *(step_event(k) for k in range(1, 20)), skipped)
+    assert "fused left out: needs &lt;CUDA&gt;" in html.flips(followed, {})
+
+
+# -- still -------------------------------------------------------------------------------------------------------------
+
+
+def test_still_figure_has_the_same_strips_and_flips_without_pyplot(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it is an error from here on
+    followed = long_history(tmp_path)
+    figure = snapshot.figure(followed, "a run")
+    assert len(figure.axes) == len(charts.strips(followed)) == 7
+    dashed = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert len(dashed) == len(followed.flips) == 12
+    assert "×1.31 [1.27, 1.35], memory −21 %" in figure.axes[-1].get_xlabel()
+    assert figure._repr_png_()[0].startswith(b"\x89PNG")
+
+
+def test_still_figure_of_a_run_without_steps_says_so(tmp_path):
+    assert snapshot.figure(history(tmp_path))._repr_png_()[0].startswith(b"\x89PNG")

@@ -1,0 +1,293 @@
+"""The panel as an object: what clicks write, what is shown of the answer, and that the folder alone decides."""
+
+import json
+import threading
+
+import ipywidgets
+import pytest
+from test_charts import START, flip_event, say, step_event
+
+from upsnb import config as configs
+from upsnb.runs import handle, runfolder
+from upsnb.widgets import busy_kernel, panel, requests
+from upsnb.widgets.panel import Panel
+
+CUDA = {"device": "cuda", "num_devices": 1, "device_name": "a GPU", "device_memory_gib": 80.0, "num_cores": 8}
+
+
+@pytest.fixture
+def browser(monkeypatch):
+    """As if somebody sat in front of this kernel; what would be displayed is collected."""
+    shown = []
+
+    class Handle:
+        def update(self, value):
+            shown.append(value)
+
+    def display(value, **options):
+        shown.append(value)
+        return Handle()
+
+    monkeypatch.setenv("JPY_SESSION_NAME", "test")
+    monkeypatch.setattr(panel, "display", display)
+    return shown
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_config):
+    """A run that is alive for a minute, as far as its folder tells, with 20 steps behind it."""
+    made = runfolder.create(tiny_config(**{"training.device": "auto"}), tmp_path / "run")
+    runfolder.update_manifest(made, status="running")
+    now = runfolder.read_manifest(made)["created"]
+    say(made, {**START, "time": now}, *(step_event(k, time=now + k) for k in range(1, 21)))
+    return made
+
+
+def answer(folder, revision: int, overlay: dict, step: int = 21, **changes) -> None:
+    """What a trainer leaves once it has obeyed or refused: the manifest first."""
+    manifest = runfolder.update_manifest(folder, applied={"revision": revision, "overlay": overlay})
+    say(folder, flip_event(revision, step, **{"time": manifest["created"] + step, **changes}))
+
+
+def control(folder) -> dict:
+    return runfolder.read_control(folder).overlay
+
+
+CHECKPOINTING = {"operator.pdet.use_activation_checkpoint": True}
+SWITCHED = {"changes": CHECKPOINTING, "phases": {"activation_checkpointing": True}}
+
+
+def test_requested_and_applied_are_shown_apart(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    toggle, card = shown._toggles["activation_checkpointing"], shown._cards["activation_checkpointing"]
+    assert not toggle.value and "off, as started" in card.value
+    toggle.value = True
+    assert control(folder) == CHECKPOINTING
+    assert toggle.value and "on, requested; now off, as started" in card.value and "requested" in shown._note.value
+    answer(folder, 1, CHECKPOINTING, **SWITCHED)
+    shown.refresh()
+    assert toggle.value and "on since step 21" in card.value and "requested" not in card.value
+    assert "applied at step 21" in shown._note.value
+
+
+def test_a_new_panel_and_a_second_viewer_show_the_same(folder):
+    first = Panel(handle.Run.attach(folder))
+    first.refresh()
+    first._toggles["activation_checkpointing"].value = True
+    answer(folder, 1, CHECKPOINTING, **SWITCHED)
+    first._toggles["loss_frequency"].value = True  # pending
+    second = Panel(handle.Run.attach(folder))
+    for each in (first, second):
+        each.refresh()
+    assert second._toggles["activation_checkpointing"].value and second._toggles["loss_frequency"].value
+    assert {n: c.value for n, c in first._cards.items()} == {n: c.value for n, c in second._cards.items()}
+    assert first._plots.value == second._plots.value and first._table.value == second._table.value
+
+
+def test_a_conflict_is_explained_and_not_sent(folder, tiny_config):
+    configs.save(tiny_config(**{"training.device": "auto", "optimizer.fused": True}), folder / runfolder.CONFIG)
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    toggle, card = shown._toggles["foreach"], shown._cards["foreach"]
+    assert ">conflicts with another setting: AdamW is either fused or foreach<" in card.value and not toggle.disabled
+    assert 'title="optimizer.foreach: AdamW is either fused or foreach -&gt; switch one of them off"' in card.value
+    toggle.value = True
+    assert "not sent: optimizer.foreach: AdamW is either fused or foreach" in card.value
+    assert not toggle.value and not (folder / runfolder.CONTROL).exists()
+
+
+def test_the_runs_own_machine_decides_what_can_be_switched(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    assert shown._toggles["optimizer_offload"].disabled, "AdamW steps in host memory already"
+    missing = {name for name, toggle in shown._toggles.items() if toggle.disabled}
+    assert missing and all("cannot run here: " in shown._cards[name].value for name in missing)
+    assert ">cannot run here: FlexAttention has no backward pass on the CPU<" in shown._cards["fused"].value
+    assert "set it to sdpa or math" in shown._cards["fused"].value, "the remedy where the pointer rests"
+    runfolder.update_manifest(folder, hardware=CUDA)
+    elsewhere = Panel(handle.Run.attach(folder))
+    elsewhere.refresh()
+    assert {name for name, toggle in elsewhere._toggles.items() if toggle.disabled} < missing
+
+
+def test_what_was_refused_does_not_refuse_the_next_request(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    shown._toggles["activation_checkpointing"].value = True
+    answer(folder, 1, {}, applied=False, reason="rank 0: no\n  because", changes={}, phases={})
+    shown.refresh()
+    assert not shown._toggles["activation_checkpointing"].value and "refused. because" in shown._note.value
+    shown._toggles["loss_frequency"].value = True
+    assert set(control(folder)) == {"training.inverse_loss_frequency", "training.query_sampling.num_queries"}
+
+
+def test_only_numbers_that_were_changed_are_sent(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    shown._fields["training.batch_size"].value = 4
+    shown._fields["training.query_sampling.num_queries"].value = 16
+    shown.refresh()
+    assert shown._fields["training.batch_size"].value == 4  # a redraw does not take back what is being typed
+    shown._send.click()
+    assert control(folder) == {"training.batch_size": 4, "training.query_sampling.num_queries": 16}
+    shown._fields["training.query_sampling.num_queries"].value = 0
+    shown._send.click()
+    assert control(folder)["training.query_sampling.num_queries"] is None
+
+
+def test_back_to_baseline_drops_every_change(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    shown._toggles["activation_checkpointing"].value = True
+    answer(folder, 1, CHECKPOINTING, **SWITCHED)
+    shown.refresh()
+    next(button for button in shown._askers if button.description == "Back to baseline").click()
+    assert control(folder) == {} and runfolder.read_control(folder).revision == 2
+    assert "off, requested; now on since step 21" in shown._cards["activation_checkpointing"].value
+
+
+@pytest.mark.parametrize("name", requests.PRESETS[1:])
+@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+def test_every_preset_can_be_asked_of_a_run(folder, name, hardware):
+    if hardware == "cuda":
+        runfolder.update_manifest(folder, hardware=CUDA)
+    shown = Panel(handle.Run.attach(folder))
+    shown._preset.value = name
+    shown._send_preset()
+    assert shown._awaited == (1, name)
+    reached = shown.asking.configs()[1]
+    assert runfolder.read_control(folder).revision == 1 and reached.data.datasets == shown.asking.config.data.datasets
+    if name == "conservative":
+        assert reached.training.compile and reached.training.amp_dtype == "bfloat16"
+        assert reached.training.cpu_offload_optimizer == (hardware == "cuda")
+        assert ("left out optimizer offload" in shown._said) == (hardware == "cpu")
+
+
+def test_clicks_from_many_threads_during_redraws_all_arrive(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    names = ["activation_checkpointing", "loss_frequency", "data_loading", "foreach", "sparse_validation"]
+    done = threading.Event()
+
+    def redraw():
+        while not done.is_set():
+            shown.refresh()
+
+    redrawing = [threading.Thread(target=redraw) for _ in range(2)]
+    clicking = [threading.Thread(target=setattr, args=(shown._toggles[name], "value", True)) for name in names]
+    for thread in (*redrawing, *clicking):
+        thread.start()
+    for thread in clicking:
+        thread.join()
+    done.set()
+    for thread in redrawing:
+        thread.join()
+    wanted = {path: value for name in names for path, value in panel.BY_NAME[name].on.items()}
+    assert control(folder) == wanted
+
+
+@pytest.mark.parametrize("status", ["finished", "failed", "died"])
+def test_a_run_that_has_ended_is_shown_and_cannot_be_asked(folder, status):
+    cause = None if status == "finished" else "rank 1 was killed by SIGKILL"
+    runfolder.update_manifest(folder, status=status, cause=cause)
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    assert status in shown._head.value and (cause or "") in shown._head.value
+    assert "<svg" in shown._plots.value
+    everything = [*shown._toggles.values(), *shown._actions.values(), *shown._fields.values(), *shown._askers]
+    assert all(widget.disabled for widget in everything)
+
+
+def test_buttons_write_their_commands(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    shown._actions["Stop"].click()
+    assert runfolder.read_control(folder).command == runfolder.STOP
+
+
+def test_price_is_of_the_time_since_launch(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    shown.history.launched -= 7200
+    assert "$" not in shown._head.value
+    shown._price.value = 2.5
+    assert "<b>$5.0" in shown._head.value
+
+
+def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser):
+    shown = Panel(handle.Run.attach(folder))
+    shown.start()
+    assert "application/vnd.jupyter.widget-view+json" in browser[0]
+    say(folder, step_event(21), step_event(22))
+    shown._thread.join(3 * panel.INTERVAL_S)
+    assert shown._thread.is_alive() and "<b>22</b>" in shown._head.value
+    shown.close()
+    shown.close()
+    assert not shown._thread.is_alive() and len(browser) == 2
+    assert browser[1]._repr_png_()[0].startswith(b"\x89PNG") and shown.box.comm is None
+
+
+def test_headless_watch_prints_lines_until_the_run_ends(folder, capsys, monkeypatch):
+    for name in panel.launch.INTERACTIVE:
+        monkeypatch.delenv(name, raising=False)
+    shown = Panel(handle.Run.attach(folder))
+    assert shown.watch(0) == "running" and "step 1" in capsys.readouterr().out
+    runfolder.update_manifest(folder, status="finished")
+    assert shown.watch() == "finished"
+
+
+def test_replies_to_clicks_are_not_tied_to_the_thread_that_made_the_widgets(folder):
+    """ipykernel 7 sends a click to the thread named here, which may be busy with a cell for hours."""
+    shown = Panel(handle.Run.attach(folder))
+
+    class Comm:
+        kernel = None
+
+        def send(self, *args, **kwargs): ...
+        def on_msg(self, callback): ...
+
+    clickable = (ipywidgets.ToggleButton, ipywidgets.Button)
+    for number, widget in enumerate(widget for widget in shown._widgets() if isinstance(widget, clickable)):
+        comm = Comm()
+        comm.comm_id, comm._reply_subshell_id = str(number), None
+        widget.comm = comm
+    shown.refresh()
+    tied = [w for w in shown._widgets() if isinstance(w, clickable) and hasattr(w.comm, "_reply_subshell_id")]
+    assert tied == []
+
+
+def test_an_old_kernel_that_is_busy_handles_clicks_and_keeps_the_cells():
+    """ipykernel 6 has one thread for both."""
+    zmq, session = pytest.importorskip("zmq"), pytest.importorskip("jupyter_client.session").Session(key=b"k")
+    context = zmq.Context()
+    theirs, ours = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ours.bind("inproc://shell"), theirs.connect("inproc://shell")
+    handled, later, parents = [], [], []
+
+    class Kernel:
+        msg_queue, shell_stream, dispatch_shell = object(), type("Stream", (), {"socket": ours}), "dispatch"
+        _parent_ident = {"shell": b"cell"}
+        shell_handlers = {"comm_msg": lambda stream, idents, message: handled.append(message["content"])}
+
+        def get_parent(self, channel):
+            return "the running cell"
+
+        def set_parent(self, ident, parent, channel):
+            parents.append(parent)
+
+        def _publish_status(self, status, channel):
+            handled.append(status)
+
+        def schedule_dispatch(self, dispatch, frames):
+            later.append(json.loads(frames[-4].bytes)["msg_type"])
+
+    kernel = Kernel()
+    kernel.session = session
+    for kind in ("execute_request", "comm_msg", "kernel_info_request"):
+        session.send(theirs, kind, {"for": kind})
+    assert busy_kernel.serve_clicks(kernel) == 1
+    assert handled == ["busy", {"for": "comm_msg"}, "idle"] and later == ["execute_request", "kernel_info_request"]
+    assert parents[-1] == "the running cell"
+    theirs.close(0), ours.close(0), context.term()
+    assert busy_kernel.serve_clicks(None) == 0

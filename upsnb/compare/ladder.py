@@ -1,0 +1,279 @@
+"""Every phase alone, every phase added in order, every phase left out: measured beside what was promised.
+
+A phase alone is measured at the baseline's batch, accumulation and learning rate. The ladder adds phases in order,
+with the batch and accumulation of the published recipe. Leaving one phase out of the full set shows what it adds to
+the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from upsnb import hardware, overlays, phases
+from upsnb.compare.turns import Turns, interleave, throughput_ratio
+from upsnb.compare.verdict import CRITERIA, score
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError, RunError
+from upsnb.hardware import Hardware
+from upsnb.phases import PHASES, Phase
+from upsnb.report.file import finish, number
+from upsnb.runs import launch
+
+FORMAT, KIND = 1, "phases"
+BASELINE, FULL, GAINING = "baseline", "full set", "phases that gain alone"
+TITLES = {"alone": "alone", "ladder": "added in order", "leave_one_out": "what it adds to the full set"}
+PARAMETERS = (  # of the notebook, beside the sections
+    *("chosen", "block_s", "rounds", "quality_epochs", "criteria", "recommended_file"),
+)
+ENDLESS = {  # a run that only gives throughput: nothing but steps, until it is stopped
+    "stages.operator.epochs": 1_000_000,
+    "training.time_limit_s": None,
+    "training.patience": None,
+    "evaluation.every_epochs": 1_000_000,
+    "checkpoint.interval": 1_000_000,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One config to measure, and the one it is measured against."""
+
+    kind: str  # alone, ladder, leave_one_out, or set
+    phase: str
+    config: RunConfig
+    against: str  # BASELINE or FULL
+
+
+def plan(base: RunConfig, found: Hardware, chosen: Sequence[str] = ()) -> tuple[list[Entry], RunConfig, dict[str, str]]:
+    """What to measure: entries, the config with every phase off, and why phases are left out.
+
+    Args:
+        base: model, data and everything that is no phase; its phases are switched off.
+        chosen: names of phases; empty: all eight.
+    Raises:
+        ConfigError: an unknown phase, or a base that stays impossible here with all phases off.
+    """
+    unknown = sorted(set(chosen) - phases.BY_NAME.keys())
+    if unknown:
+        known = ", ".join(phases.BY_NAME)
+        raise ConfigError([f"phases: {name!r} is none -> choose from {known}" for name in unknown], "the ladder")
+    on = {path: value for phase in PHASES for path, value in phase.on.items()}
+    back = {path: value for phase in PHASES for path, value in phase.off.items()}
+    # What is on goes back; what is neither (float32 instead of float16) is the base's own and stays.
+    off = overlays.apply(base, {path: back[path] for path in on if phases.setting(base, path) == on[path]})
+    hardware.check_runnable(off, found)
+    skipped, used = {}, []
+    for phase in [phases.BY_NAME[name] for name in chosen] or PHASES:
+        problems = phases.unmet(phase, off, found)
+        if problems:
+            skipped[phase.name] = "; ".join(problems)
+        else:
+            used.append(phase)
+    entries = [Entry("alone", phase.name, overlays.apply(off, phase.on), BASELINE) for phase in used]
+    rung = off
+    for phase in used:
+        rung = overlays.apply(rung, {**phase.on, **phase.ladder})
+        entries.append(Entry("ladder", phase.name, rung, BASELINE))
+    if len(used) > 1:
+        entries += [Entry("leave_one_out", phase.name, _without(rung, phase, off), FULL) for phase in used]
+    return entries, off, skipped
+
+
+def _without(full: RunConfig, phase: Phase, off: RunConfig) -> RunConfig:
+    """The full set with one phase as it is without any: float32 where the base has it, and not the recipe's float16.
+
+    Batch and accumulation stay, so that one thing differs.
+    """
+    return overlays.apply(full, {path: phases.setting(off, path) for path in phase.on})
+
+
+def measure(
+    base: RunConfig,
+    folder: Path | str,
+    *,
+    chosen: Sequence[str] = (),
+    block_s: float = 10.0,
+    rounds: int = 6,
+    quality_epochs: int = 0,
+    criteria: dict | None = None,
+    say: Callable[[str], None] = print,
+) -> dict:
+    """Measure all entries of `plan` and recommend a set; the report, also written to `report.json`.
+
+    Args:
+        block_s: length of a turn; every entry takes `rounds` of them against its reference, A B B A.
+        quality_epochs: length of the trainings that accuracy is compared by; 0: accuracy is not measured.
+    Raises:
+        ConfigError: the base cannot run here.
+    """
+    folder, found = Path(folder).absolute(), hardware.detect()
+    entries, off, skipped = plan(base, found, chosen)
+    bench = Bench(folder, block_s, rounds, quality_epochs, say)
+    try:
+        bench.reference(BASELINE, off)
+        rows = [bench.row(entry) for entry in entries if entry.kind != "leave_one_out"]
+        ladder = [row for row in rows if row["kind"] == "ladder" and "failed" not in row]
+        left_out = [entry for entry in entries if entry.kind == "leave_one_out"]
+        if left_out and ladder:
+            full = next(entry for entry in reversed(entries) if entry.kind == "ladder")
+            bench.reference(FULL, full.config)
+            rows += [bench.row(entry) for entry in left_out]
+        gaining = [row["phase"] for row in rows if row["kind"] == "alone" and (row["ratio"]["ci95"][0] or 0) > 1]
+        if gaining:
+            together = off
+            for name in gaining:
+                together = overlays.apply(together, phases.BY_NAME[name].on)
+            rows.append(bench.row(Entry("set", GAINING, together, BASELINE)))
+    finally:
+        bench.close()
+    baseline = bench.results[BASELINE]
+    report = {
+        "format": FORMAT,
+        "kind": KIND,
+        "baseline": baseline,
+        "alone": [row for row in rows if row["kind"] == "alone"],
+        "ladder": [row for row in rows if row["kind"] == "ladder"],
+        "leave_one_out": [row for row in rows if row["kind"] == "leave_one_out"],
+        "sets": [row for row in rows if row["kind"] == "set"],
+        "skipped": skipped,
+        "recommended": recommend(rows, {**CRITERIA, **(criteria or {})}),
+        "settings": overlays.difference(RunConfig(), off),
+        "num_ranks": off.training.num_gpus,
+    }
+    return finish(report, folder)
+
+
+class Bench:
+    """Runs that are measured against references, which wait paused as long as they are needed."""
+
+    def __init__(self, folder: Path, block_s: float, rounds: int, quality_epochs: int, say: Callable[[str], None]):
+        self.folder, self.block_s, self.rounds, self.say = folder, block_s, rounds, say
+        self.quality_epochs = quality_epochs
+        self.references: dict[str, tuple[Turns, RunConfig]] = {}
+        self.results: dict[str, dict] = {}
+        self.quality_of: dict[str, float | None] = {}  # by config: the same one is trained once
+
+    def reference(self, name: str, config: RunConfig) -> None:
+        """Start what others are measured against."""
+        turns = Turns.start(overlays.apply(config, ENDLESS), self.folder / "runs" / name.replace(" ", "-"))
+        self.references[name] = turns, config
+        self.results[name] = {"memory_gib": None, "val_nrmse": self._quality(config, name)}
+
+    def row(self, entry: Entry) -> dict:
+        """Throughput, memory and accuracy of one entry beside its reference's; or why it failed."""
+        name = f"{entry.kind}-{entry.phase}".replace(" ", "-")
+        self.say(f"{entry.kind}: {entry.phase}")
+        against, reference_config = self.references[entry.against]
+        phase = phases.BY_NAME.get(entry.phase)
+        promised = phase.expected if phase else None
+        row = {
+            "kind": entry.kind,
+            "phase": entry.phase,
+            "against": entry.against,
+            "promised": promised and (promised.cumulative if entry.kind == "ladder" else promised.factor),
+            "source": promised and promised.source,
+            "changes": overlays.difference(reference_config, entry.config),
+        }
+        try:
+            turns = Turns.start(overlays.apply(entry.config, ENDLESS), self.folder / "runs" / name)
+        except RunError as error:
+            return {**row, "ratio": {"median": None, "ci95": [None, None], "num_rounds": 0}, "failed": str(error)}
+        blocks = interleave({"reference": against, "entry": turns}, 0, self.block_s, lambda text: None, self.rounds)
+        row["ratio"] = throughput_ratio(
+            blocks, *(("reference", "entry") if entry.against == FULL else ("entry", "reference"))
+        )
+        row["memory_gib"], row["reference_memory_gib"] = turns.peak_memory_gib, against.peak_memory_gib
+        turns.end()
+        row["val_nrmse"] = self._quality(entry.config, name)
+        before = self.results[entry.against]["val_nrmse"]
+        row["nrmse_ratio"] = row["val_nrmse"] / before if before and row["val_nrmse"] else None
+        self.results[entry.against]["memory_gib"] = against.peak_memory_gib
+        return row
+
+    def _quality(self, config: RunConfig, name: str) -> float | None:
+        """Validation nRMSE after a training of its own, mean over datasets."""
+        if not self.quality_epochs:
+            return None
+        key = str(overlays.difference(RunConfig(), config))
+        if key not in self.quality_of:
+            length = {"stages.operator.epochs": self.quality_epochs, "evaluation.every_epochs": self.quality_epochs}
+            config = overlays.apply(config, {**length, "training.time_limit_s": None})
+            run = launch.start(config, self.folder / "quality" / name.replace(" ", "-"))
+            run.wait()
+            self.quality_of[key] = score(run.events(("eval",))[-1])
+        return self.quality_of[key]
+
+    def close(self) -> None:
+        """End what still waits."""
+        for turns, _ in self.references.values():
+            turns.end()
+
+
+# -- recommendation --------------------------------------------------------------------------------------------------
+
+
+def recommend(rows: list[dict], criteria: dict) -> dict:
+    """The fastest measured set whose accuracy and memory criteria hold on this machine, and what that rests on."""
+    candidates = [row for row in rows if row["kind"] != "leave_one_out" and row["ratio"]["median"] is not None]
+    refused: dict[str, str] = {}
+    for row in sorted(candidates, key=lambda row: -row["ratio"]["median"]):
+        name = f"{row['kind']}: {row['phase']}"
+        if (row["ratio"]["ci95"][0] or 0) <= 1:
+            refused[name] = "no faster than the baseline within the interval"
+        elif row["memory_gib"] and criteria["memory_gib"] and row["memory_gib"] >= criteria["memory_gib"]:
+            refused[name] = f"needs {row['memory_gib']:.1f} GiB"
+        elif row["nrmse_ratio"] and criteria["nrmse_ratio"] and not row["nrmse_ratio"] <= criteria["nrmse_ratio"]:
+            refused[name] = f"validation nRMSE is {row['nrmse_ratio']:.3f} times the baseline's"
+        else:
+            basis = "throughput and memory" + (", accuracy" if row["nrmse_ratio"] else "; accuracy was not measured")
+            chosen = {key: row[key] for key in ("phase", "kind", "changes", "ratio", "nrmse_ratio", "memory_gib")}
+            return {**chosen, "basis": basis, "refused": refused}
+    return {"phase": None, "changes": {}, "ratio": None, "basis": "nothing beat the baseline", "refused": refused}
+
+
+def summary(report: dict) -> str:
+    """The report in a few lines."""
+    chosen = report["recommended"]
+    found = (
+        f"{TITLES.get(chosen['kind'], 'set')}: {chosen['phase']}, {_factor(chosen)}" if chosen["phase"] else "nothing"
+    )
+    lines = [f"recommended here: {found} ({chosen['basis']})"]
+    for kind in (*TITLES, "sets"):
+        for row in report[kind]:
+            promised = f"promised {number(row['promised'], 3)}, " if row["promised"] and kind != "leave_one_out" else ""
+            lines.append(f"{TITLES.get(kind, 'set')}: {row['phase']}: {promised}{_factor(row)}")
+    return "\n".join([*lines, *(f"{name} is left out: {reason}" for name, reason in report["skipped"].items())])
+
+
+def _factor(row: dict) -> str:
+    """What was measured of an entry, or why nothing was."""
+    if "failed" in row:
+        return f"failed: {row['failed'].splitlines()[0]}"
+    if row["ratio"]["median"] is None:
+        return "no steady step in its turns -> raise block_s"
+    low, high = (number(end, 3) for end in row["ratio"]["ci95"])
+    return f"measured {number(row['ratio']['median'], 3)} [{low}, {high}]"
+
+
+def write_params(report: dict, path: Path | str) -> Path:
+    """The recommended set as a params file, to be put on top of any other."""
+    chosen, found = report["recommended"], report["hardware"]
+    ratio = chosen["ratio"]
+    lines = [f"# The fastest set measured on {report['num_ranks']} x {found['device_name']}, {report['date']}."]
+    if ratio:
+        low, high = ratio["ci95"]
+        lines.append(f"# {ratio['median']:.2f} [{low:.2f}, {high:.2f}] times the baseline; rests on {chosen['basis']}.")
+    values: dict = {"preset": ""}
+    for dotted, value in chosen["changes"].items():
+        node = values
+        *parents, leaf = dotted.split(".")
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[leaf] = value
+    path = Path(path)
+    path.write_text("\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False))
+    return path

@@ -1,0 +1,96 @@
+"""The ladder to look at: one table, and one figure of promise beside measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from upsnb.compare.ladder import TITLES
+from upsnb.report.file import FIGURES, REPORT, number
+from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, save, styled
+
+
+@styled
+def promise_and_measurement(report: Mapping, title: str = "") -> Figure:
+    """Throughput over the reference's, a row a phase: hollow grey is promised, filled is measured with its interval.
+
+    Blue gains, vermillion loses, and a pale dot is one whose interval holds 1.
+    """
+    panels = [(kind, report[kind]) for kind in TITLES if report[kind]]
+    names = list(dict.fromkeys(row["phase"] for _, rows in panels for row in rows)) + list(report["skipped"])
+    figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2), title)
+    axes = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
+    for ax, (kind, rows) in zip(axes, panels):
+        _rows(ax, rows, names)
+        ax.set_title(TITLES[kind])
+        over = "with / without it" if kind == "leave_one_out" else "/ baseline's"
+        ax.set_xlabel(f"throughput {over} [-]", fontsize=8.5)
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].set_ylim(len(names) - 0.4, -0.6)
+    axes[0].plot([], [], "o", mfc="none", mec=GREY, ms=7, label="promised")
+    axes[0].plot([], [], "o", color=BLUE, ms=6, label="measured, faster")
+    axes[0].plot([], [], "o", color=VERMILLION, ms=6, label="measured, slower")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    for row, name in enumerate(names):
+        if name in report["skipped"]:
+            axes[0].annotate("not possible here", (1, row), (6, 0), textcoords="offset points", va="center", color=GREY)
+    return figure
+
+
+def _rows(ax: Axes, rows: Sequence[Mapping], names: Sequence[str]) -> None:
+    ax.axvline(1, color=GREY, lw=1, ls="--")
+    ax.grid(axis="y", visible=False)
+    reach = [1.0]
+    for row in rows:
+        place, ratio = names.index(row["phase"]), row["ratio"]
+        if row["promised"] and row["kind"] != "leave_one_out":
+            ax.plot(row["promised"], place, "o", mfc="none", mec=GREY, ms=7)
+            reach.append(row["promised"])
+        if ratio["median"] is None:
+            why = "failed" if "failed" in row else "no steady step"
+            ax.annotate(why, (1, place), (6, 0), textcoords="offset points", va="center", color=VERMILLION)
+            continue
+        low, high = (end if end is not None else ratio["median"] for end in ratio["ci95"])
+        colour, sure = (BLUE if ratio["median"] >= 1 else VERMILLION), not low <= 1 <= high
+        ax.plot([low, high], [place, place], color=colour, lw=3, alpha=1 if sure else 0.4, solid_capstyle="butt")
+        ax.plot(ratio["median"], place, "o", color=colour, ms=6, alpha=1 if sure else 0.4)
+        ax.annotate(
+            f"{ratio['median']:.2f}", (1, place), (-2, 0), xycoords=("axes fraction", "data"),
+            textcoords="offset points", va="center", ha="right", color=colour, fontsize=8,
+        )  # fmt: skip
+        reach += [low, high]
+    margin = 0.35 * max(max(reach) - min(reach), 0.2)
+    ax.set_xlim(max(min(reach) - 0.4 * margin, 0), max(reach) + margin)
+
+
+def table(report: Mapping) -> pd.DataFrame:
+    """Every entry: promised and measured factor, memory, accuracy."""
+    rows = [
+        {
+            "measured as": TITLES.get(row["kind"], "set"),
+            "phase": row["phase"],
+            "promised": number(row["promised"], 3),
+            "measured": number(row["ratio"]["median"], 3),
+            "95 % interval": " to ".join(number(end, 3) for end in row["ratio"]["ci95"]),
+            "memory [GiB]": number(row.get("memory_gib"), 3),
+            "reference [GiB]": number(row.get("reference_memory_gib"), 3),
+            "nRMSE ratio": number(row.get("nrmse_ratio"), 3),
+            "note": row.get("failed", "").splitlines()[0] if row.get("failed") else "",
+        }
+        for kind in (*TITLES, "sets")
+        for row in report[kind]
+    ]
+    rows += [{"measured as": "skipped", "phase": name, "note": reason} for name, reason in report["skipped"].items()]
+    return pd.DataFrame(rows).replace({np.nan: ""})
+
+
+def write_figures(folder: Path | str) -> dict[str, Path]:
+    """Draw a ladder from its folder into `figures/`; figure name -> PNG."""
+    report = json.loads((Path(folder) / REPORT).read_text())
+    return {"ladder": save(promise_and_measurement(report), Path(folder) / FIGURES, "ladder")}

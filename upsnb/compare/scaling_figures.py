@@ -1,0 +1,114 @@
+"""Scaling to look at: throughput beside the ideal and the promised one, and what of a step communicates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from upsnb.compare.scaling import AGAIN, PROMISED
+from upsnb.report.file import FIGURES, REPORT, number
+from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, label, save, styled
+
+COLOURS, DASHES = {"ddp": BLUE, "fsdp2": VERMILLION}, {"weak": "-", "strong": ":", AGAIN: "-"}
+MARKERS = {"weak": "o", "strong": "s", AGAIN: "o"}
+
+
+@styled
+def throughput(report: Mapping, title: str = "") -> Figure:
+    """Left, samples per second over one rank's, with the ideal dashed and the promised range in grey; right, the share
+    of a step that waits for communication."""
+    if report["rehearsal"]:
+        title = " - ".join(filter(None, (title, "rehearsal: more ranks than devices, not a measurement of speed")))
+    figure = empty_figure(7.2, 3.3, title)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    rows = [row for row in report["rows"] if row["ratio"]["median"] is not None]
+    counts = sorted({1, *(row["ranks"] for row in report["rows"])})
+    left.plot(counts, counts, color=GREY, ls="--", lw=1, label="ideal")
+    for count, (low, high) in PROMISED.items():
+        if count in counts:
+            left.plot([count, count], [low, high], color=GREY, lw=9, alpha=0.35, solid_capstyle="butt", zorder=1)
+    if set(PROMISED) & set(counts):
+        left.fill_between([], [], [], color=GREY, alpha=0.35, lw=0, label="promised")
+    for wrapper, mode in sorted({(row["wrapper"], row["mode"]) for row in rows if row["mode"] != AGAIN}):
+        chosen = [row for row in rows if row["wrapper"] == wrapper and row["mode"] in (mode, AGAIN)]
+        if wrapper == "fsdp2" and mode != "weak":  # a single rank's batch is not shared: one row for both
+            chosen += [row for row in rows if row["wrapper"] == wrapper and row["ranks"] == 1]
+        chosen = sorted(chosen, key=lambda row: row["ranks"])
+        _series(left, chosen, wrapper, mode)
+    left.set_xscale("log", base=2)
+    left.set_yscale("log", base=2)
+    ends = np.log2(
+        [1, *counts, *(end for row in rows for end in (*row["ratio"]["ci95"], row["ratio"]["median"]) if end)]
+    )
+    ticks = 2.0 ** np.arange(np.floor(ends.min()), np.ceil(ends.max()) + 1)
+    left.set_xlabel(label("ranks"))
+    left.set_ylabel(label("throughput over one rank's"))
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    _communication(
+        right, [row for row in report["rows"] if row["ranks"] > 1 and row["communication_share"] is not None]
+    )
+    left.xaxis.set_major_locator(FixedLocator(counts))
+    left.yaxis.set_major_locator(FixedLocator(ticks))
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_minor_locator(NullLocator())
+    return figure
+
+
+def _series(ax: Axes, rows: list[Mapping], wrapper: str, mode: str) -> None:
+    style = {"color": COLOURS[wrapper], "ls": DASHES[mode]}
+    places = [row["ranks"] * (1.03 if wrapper == "fsdp2" else 0.97) for row in rows]  # beside each other
+    medians = np.array([row["ratio"]["median"] for row in rows])
+    ends = [[x if x is not None else row["ratio"]["median"] for x in row["ratio"]["ci95"]] for row in rows]
+    spread = np.abs(np.array(ends).T - medians)
+    ax.errorbar(places, medians, spread, marker=MARKERS[mode], ms=4, lw=1.5, label=f"{wrapper}, {mode}", **style)
+
+
+def _communication(ax: Axes, rows: list[Mapping]) -> None:
+    names = [f"{row['ranks']} {row['wrapper']} {row['mode']}" for row in rows]
+    shares = [100 * row["communication_share"] for row in rows]
+    ax.barh(range(len(rows)), shares, 0.62, color=[COLOURS[row["wrapper"]] for row in rows])
+    for place, share in enumerate(shares):
+        ax.annotate(f"{share:.0f} %", (share, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set_yticks(range(len(rows)), names)
+    ax.set_ylim(max(len(rows), 4) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    ax.margins(x=0.2)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(label("step waiting for communication", "%"))
+
+
+def table(report: Mapping) -> pd.DataFrame:
+    """Every entry: promised and measured throughput, efficiency, communication."""
+    rows = []
+    for row in report["rows"]:
+        rate, (low, high) = row["samples_per_s"] or {}, row["ratio"]["ci95"]
+        rows.append(
+            {
+                "ranks": row["ranks"],
+                "wrapper": row["wrapper"],
+                "mode": row["mode"],
+                "pairs a step": row["effective_batch"],
+                "samples/s": number(rate.get("median")),
+                "over one rank": number(row["ratio"]["median"], 3),
+                "95 % interval": f"{number(low, 3)} to {number(high, 3)}",
+                "promised": " to ".join(map(str, row["promised"] or ())),
+                "efficiency": number(row["efficiency"], 3),
+                "communication": "-" if row["communication_share"] is None else f"{row['communication_share']:.1%}",
+                "MB sent (computed)": number(row["bytes_per_step"] and row["bytes_per_step"] / 1e6, 3),
+                "note": row.get("failed", row.get("note", "")).partition("\n")[0],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def write_figures(folder: Path | str) -> dict[str, Path]:
+    """Draw scaling from its report into `figures/`; figure name -> PNG."""
+    report = json.loads((Path(folder) / REPORT).read_text())
+    return {"scaling": save(throughput(report), Path(folder) / FIGURES, "scaling")}

@@ -1,0 +1,151 @@
+"""Runs that share a machine in turns, and the ratio of their throughputs with an interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from upsnb.config import RunConfig
+from upsnb.errors import RunError
+from upsnb.runs import launch, runfolder
+from upsnb.runs.handle import Run
+
+POLL_S = 0.05
+SECONDS_TO_OBEY = 900.0  # until a pause or a launch is acknowledged: a step that compiles may take that long
+NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Block:
+    """One turn of one arm: its steady steps between two pauses."""
+
+    arm: str
+    seed: int
+    round: int
+    samples: float
+    seconds: float
+
+
+class Turns:
+    """A run that waits while others have their turn; reads each of its events once."""
+
+    def __init__(self, run: Run):
+        self.run, self._tail = run, runfolder.Tail(run.folder)
+        self.events: list[dict] = []
+
+    @classmethod
+    def start(cls, config: RunConfig, folder: Path) -> Turns:
+        """Start a run and pause it after its first step, so that the next one starts on a quiet machine."""
+        turns = cls(launch.start(config, folder))
+        turns.wait("first_step")
+        turns.wait("paused", turns.run.pause())
+        return turns
+
+    def read(self) -> list[dict]:
+        """Events since the last call."""
+        new = list(self._tail.read())
+        self.events += new
+        return new
+
+    def is_alive(self) -> bool:
+        """Whether it has not finished yet.
+
+        Raises:
+            RunError: it never will.
+        """
+        status = self.run.status()
+        if status in ("failed", "died"):
+            raise RunError(f"{self.run.folder}: {status}: {self.run.cause()}")
+        return status in runfolder.ALIVE
+
+    def wait(self, kind: str, revision: int = 0) -> None:
+        """Return once an event of the kind, of this revision or a later one, is there or the run has finished."""
+        deadline = time.monotonic() + SECONDS_TO_OBEY
+        while not any(e["kind"] == kind and e.get("revision", revision) >= revision for e in self.events):
+            alive = self.is_alive()  # before its last events are read
+            self.read()
+            if not alive:
+                return
+            if time.monotonic() > deadline:
+                raise RunError(f"{self.run.folder}: no {kind} event for {SECONDS_TO_OBEY:g} s\n{self.run.log_tail(10)}")
+            time.sleep(POLL_S)
+
+    def take(self, seconds: float) -> tuple[float, float] | None:
+        """Let it train for so long; (samples, seconds) of its steady steps, None where it finished on the way."""
+        self.read()
+        before = len(self.events)
+        self.run.resume()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.is_alive():
+            time.sleep(POLL_S)
+        if self.is_alive():
+            self.wait("paused", self.run.pause())
+        if not self.is_alive():
+            self.read()
+            return None
+        self.read()
+        steps = [event for event in self.events[before:] if event["kind"] == "step" and event["steady"]]
+        times = [step["step_time_ms"] / 1e3 for step in steps]
+        return sum(step["samples_per_s"] * time_s for step, time_s in zip(steps, times)), sum(times)
+
+    def end(self) -> None:
+        """Stop it, and wait until it has ended."""
+        self.run.stop()
+        self.run.wait()
+        self.read()
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        """Largest memory of a rank so far."""
+        peaks = [event["peak_memory_gib"] for event in self.events if event["kind"] in ("step", "end")]
+        return max((max(peak) if isinstance(peak, list) else peak for peak in peaks), default=None)
+
+    @property
+    def last_step(self) -> int:
+        return next((event["step"] for event in reversed(self.events) if event["kind"] == "step"), 0)
+
+
+def interleave(
+    arms: dict[str, Turns], seed: int, block_s: float, say: Callable[[str], None], rounds: int | None = None
+) -> list[Block]:
+    """Let paused runs take turns; the steady throughput of every turn.
+
+    Args:
+        block_s: length of a turn.
+        rounds: turns of each; None: until all have ended.
+    Raises:
+        RunError: a run failed or did not obey.
+    """
+    blocks: list[Block] = []
+    turn = 0
+    while turn != rounds and any(arm.is_alive() for arm in arms.values()):
+        for name in list(arms) if turn % 2 == 0 else list(arms)[::-1]:  # A B B A: a drift in time hits both alike
+            if not arms[name].is_alive():
+                continue
+            found = arms[name].take(block_s)
+            if found and found[1] > 0:
+                blocks.append(Block(name, seed, turn, *found))
+        turn += 1
+        say(f"turn {turn}: " + ", ".join(f"{name} at step {arm.last_step}" for name, arm in arms.items()))
+    return blocks
+
+
+def throughput_ratio(blocks: list[Block], arm: str, reference: str) -> dict:
+    """Samples per second of `arm` over those of `reference`: median over rounds in which both had a turn.
+
+    Returns:
+        {"median", "ci95": [low, high], "num_rounds"}; the interval by bootstrap over rounds; None where there is none.
+    """
+    rates: dict[tuple[int, int], dict[str, float]] = {}
+    for block in blocks:
+        rates.setdefault((block.seed, block.round), {})[block.arm] = block.samples / block.seconds
+    ratios = np.array([rate[arm] / rate[reference] for rate in rates.values() if {arm, reference} <= rate.keys()])
+    if not len(ratios):
+        return {"median": None, "ci95": [None, None], "num_rounds": 0}
+    draws = np.random.default_rng(0).choice(ratios, (NUM_RESAMPLES, len(ratios)))
+    interval = np.quantile(np.median(draws, axis=1), [0.025, 0.975]) if len(ratios) > 1 else [None, None]
+    return {"median": float(np.median(ratios)), "ci95": [x and float(x) for x in interval], "num_rounds": len(ratios)}

@@ -1,0 +1,272 @@
+"""Finished runs of two arms beside each other: ratios, time to quality, criteria and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from upsnb import overlays
+from upsnb.errors import ConfigError, RunError
+from upsnb.report.file import number
+from upsnb.runs.handle import Run
+
+FORMAT, KIND = 1, "compare"
+NOISE = "A/A"  # the arm that is the baseline once more
+QUALITY_TOLERANCE = 0.03  # of the baseline's final validation nRMSE, for the time to quality
+CRITERIA = {  # what an optimization must keep, unless a params file says otherwise
+    "speedup": 3.0,  # at least
+    "loss_delta": 0.001,  # validation nRMSE, mean over datasets and seeds: at most so much more than the baseline's
+    "nrmse_ratio": 1.03,  # of each dataset: at most
+    "memory_gib": 50.0,  # of each rank: at most
+}
+SIGNS = {"speedup": ">=", "loss_delta": "<", "nrmse_ratio": "<=", "memory_gib": "<"}  # measured, sign, required
+SIGNS |= {"nonfinite_steps": "=", "out_of_memory": "="}
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
+
+
+def score(event: dict) -> float:
+    """Validation nRMSE of an eval event, mean over datasets; NaN where one was not finite."""
+    return float(np.mean([np.nan if value is None else value for value in event["val_nrmse"].values()]))
+
+
+def time_to_quality(events: list[dict], target: float) -> float | None:
+    """Training time, compilation included, until the first validation whose nRMSE is no higher than `target` [s]."""
+    for event in events:
+        if event["kind"] == "eval" and score(event) <= target:
+            return event["time_s"]
+    return None
+
+
+def reached(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
+    """What one run of an arm came to.
+
+    Args:
+        numbers: of the run's own report.
+        price_per_hour: of the machine, for the cost [$].
+    Raises:
+        RunError: it did not finish, or its errors were not measured.
+    """
+    if numbers["status"] != "finished":
+        raise RunError(f"{run.folder}: {numbers['status']}: {numbers['cause']} -> only finished runs can be compared")
+    evals = run.events(("eval",))
+    if not evals or not numbers["datasets"]:
+        raise RunError(
+            f"{run.folder}: has no validation or no final errors, because it ended early ({numbers['end_reason']}) -> "
+            "compare runs that trained to their ends"
+        )
+    metrics = {name: next(iter(splits.values())) for name, splits in numbers["datasets"].items()}
+    return {
+        "seed": run.config.training.seed,
+        "folder": run.folder.name,
+        "device_name": run.manifest["hardware"]["device_name"],
+        "phases_on": numbers["phases_on"],
+        "phases_skipped": numbers["phases_skipped"],
+        "num_ranks": numbers["num_ranks"],
+        "samples": numbers["samples"],
+        "samples_per_s": numbers["samples_per_s"]["median"],
+        "train_time_s": numbers["train_time_s"],
+        "compile_s": numbers["compile_s"],
+        "time_to_first_step_s": numbers["time_to_first_step_s"],
+        "cost_dollars": numbers["train_time_s"] / 3600 * price_per_hour,
+        "peak_memory_gib": numbers["peak_memory_gib"],
+        "memory_kind": numbers["memory_kind"],
+        "val_loss": score(evals[-1]),
+        "split": numbers["split"],
+        "nrmse": {name: values.get("rollout_nrmse_mean", values["nrmse_mean"]) for name, values in metrics.items()},
+        "nonfinite_steps": sum(step["loss"] is None for step in run.events(("step",))),
+        "out_of_memory": sum(event["guard"] == "out_of_memory" for event in run.events(("guard",))),
+    }
+
+
+# -- two arms ------------------------------------------------------------------------------------------------------
+
+
+def compared(
+    runs: Mapping[str, list[Run]],
+    arms: Mapping[str, list[dict]],
+    ratios: Mapping[str, dict] | None,
+    criteria: Mapping | None,
+) -> dict:
+    """The report of a comparison, as far as it does not say where and when.
+
+    Args:
+        runs: of the baseline, of its rival and, where there is one, of NOISE, in this order; one run a seed.
+        arms: what each run `reached`.
+        ratios: of throughputs over the baseline's, by arm, of arms that took turns; None: they did not.
+        criteria: over CRITERIA; a criterion of null is left out.
+    Raises:
+        RunError: the runs were not judged by the same datasets and split.
+        ConfigError: an unknown criterion.
+    """
+    _check_judged_alike(runs, arms)
+    first, second = (name for name in runs if name != NOISE)
+    evals = {name: [run.events(("eval",)) for run in those] for name, those in runs.items()}
+    targets = [(1 + QUALITY_TOLERANCE) * score(events[-1]) for events in evals[first]]
+    times = {
+        name: [time_to_quality(*pair) for pair in zip(those, targets, strict=True)] for name, those in evals.items()
+    }
+    known = None not in (*times[first], *times[second])
+    errors_over = nrmse_ratios(arms[second], arms[first])
+    report = {
+        "format": FORMAT,
+        "kind": KIND,
+        "arms": arms,
+        "baseline": first,
+        "optimized": second,
+        "files": {name: list(data.files) for name, data in runs[first][0].config.data.datasets.items()},  # or generated
+        "differences": overlays.difference(runs[first][0].config, runs[second][0].config),
+        "interleaved": ratios is not None,
+        "aa_ratio": ratios.get(NOISE) if ratios else None,
+        "speedup": ratios[second] if ratios else _ratio_of_medians(arms[second], arms[first]),
+        "time_to_quality_s": times,
+        "time_to_quality_speedup": sum(times[first]) / sum(times[second]) if known else None,
+        "nrmse_ratio": _means(errors_over),
+        "nrmse_ratio_range": {
+            name: [float(end(those)) for end in (np.min, np.max)] for name, those in errors_over.items()
+        },
+        "aa_nrmse_ratio": _means(nrmse_ratios(arms[NOISE], arms[first])) if NOISE in arms else None,
+        "loss_delta": loss_delta(arms[second], arms[first]),
+        "aa_loss_delta": loss_delta(arms[NOISE], arms[first]) if NOISE in arms else None,
+    }
+    report["criteria"] = _judge(report, {**CRITERIA, **(criteria or {})})
+    report["verdict"] = "passed" if all(item["passed"] for item in report["criteria"]) else "failed"
+    return report
+
+
+def _check_judged_alike(runs: Mapping[str, list[Run]], arms: Mapping[str, list[dict]]) -> None:
+    judged = {
+        str(run.folder): f"{', '.join(sorted(one['nrmse']))} ({one['split']} split)"
+        for name, those in runs.items()
+        for run, one in zip(those, arms[name])
+    }
+    if len(set(judged.values())) > 1:
+        found = "; ".join(f"{folder}: {what}" for folder, what in judged.items())
+        raise RunError(f"judged by different data: {found} -> compare runs of the same datasets and evaluation.split")
+
+
+def _ratio_of_medians(arm: list[dict], reference: list[dict]) -> dict:
+    """Of arms that took no turns: no interval, and no median where a run was too short for one."""
+    rates = [[one["samples_per_s"] for one in runs] for runs in (arm, reference)]
+    known = None not in (*rates[0], *rates[1])
+    median = float(np.median(rates[0]) / np.median(rates[1])) if known else None
+    return {"median": median, "ci95": [None, None], "num_rounds": 0}
+
+
+def nrmse_ratios(arm: list[dict], reference: list[dict]) -> dict[str, list[float]]:
+    """nRMSE over the reference's by dataset, one a seed; NaN where one was not finite."""
+    pairs = list(zip(arm, reference, strict=True))
+    return {name: [_over(a["nrmse"][name], b["nrmse"][name]) for a, b in pairs] for name in reference[0]["nrmse"]}
+
+
+def _over(above: float | None, below: float | None) -> float:
+    return np.nan if above is None or not below else above / below
+
+
+def _means(ratios: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: float(np.mean(those)) for name, those in ratios.items()}
+
+
+def loss_delta(arm: list[dict], reference: list[dict]) -> float:
+    """Validation nRMSE, mean over datasets, above the reference's; mean over seeds."""
+    return float(np.mean([a["val_loss"] - b["val_loss"] for a, b in zip(arm, reference, strict=True)]))
+
+
+def _judge(report: dict, criteria: dict) -> list[dict]:
+    """Each criterion beside what was measured."""
+    optimized = report["arms"][report["optimized"]]
+    worst = float(np.max(list(report["nrmse_ratio"].values())))  # NaN if one is, which holds no criterion
+    memory = max(one["peak_memory_gib"] for one in optimized)
+    measured = {
+        "speedup": (report["speedup"]["median"], lambda value, limit: value >= limit),
+        "loss_delta": (report["loss_delta"], lambda value, limit: value < limit),
+        "nrmse_ratio": (worst, lambda value, limit: value <= limit),
+        "memory_gib": (memory, lambda value, limit: value < limit),
+    }
+    unknown = criteria.keys() - measured.keys()
+    if unknown:
+        raise ConfigError([f"criteria.{name}: unknown -> known are {', '.join(measured)}" for name in sorted(unknown)])
+    rows = [
+        {"name": name, "required": limit, "measured": value, "passed": value is not None and bool(holds(value, limit))}
+        for name, (value, holds) in measured.items()
+        if (limit := criteria.get(name)) is not None
+    ]
+    for name in ("nonfinite_steps", "out_of_memory"):
+        count = sum(one[name] for one in optimized)
+        rows.append({"name": name, "required": 0, "measured": count, "passed": count == 0})
+    return rows
+
+
+# -- in words ------------------------------------------------------------------------------------------------------
+
+
+def of_equal_arms(report: Mapping) -> dict[str, float]:
+    """By criterion, what two equal arms come out at: closer to it than that, a measurement decides nothing.
+
+    Of the datasets the one whose ratio is farthest from 1. Empty where no arm was trained twice.
+    """
+    ratios = [ratio for ratio in (report["aa_nrmse_ratio"] or {}).values() if ratio]
+    found = {
+        "speedup": report["aa_ratio"] and report["aa_ratio"]["median"],
+        "nrmse_ratio": max(ratios, key=lambda ratio: abs(np.log(ratio)), default=None),
+        "loss_delta": report["aa_loss_delta"],
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def summary(report: Mapping) -> str:
+    """The report in a few lines."""
+    first, second = report["baseline"], report["optimized"]
+    seeds, quality = len(report["arms"][first]), report["time_to_quality_speedup"]
+    machines = sorted({run["device_name"] for arm in report["arms"].values() for run in arm})
+    lines = [
+        f"{second} against {first}, {seeds} seed(s), "
+        + ("taking turns" if report["interleaved"] else "no turns, and so no interval")
+    ]
+    if len(machines) > 1:
+        lines.append(f"on different machines, which differ in speed as well: {', '.join(machines)}")
+    lines.append(f"throughput: {_ratio(report['speedup'])} times the baseline's")
+    if report["aa_ratio"]:
+        lines[-1] += f"; of two equal arms (A/A): {_ratio(report['aa_ratio'])}"
+    lines.append(f"time to quality: {f'{number(quality)} times as fast' if quality else 'not reached'}")
+    lines += [f"nRMSE over the baseline's, {dataset}: {text}" for dataset, text in errors(report).items()]
+    lines += [f"{told}: {'passed' if passed else 'failed'}" for told, passed in _criteria(report)]
+    return "\n".join([*lines, f"verdict: {report['verdict']}"])
+
+
+def failed(report: Mapping) -> str:
+    """The criteria that do not hold, in one line; empty where all do."""
+    return "; ".join(told for told, passed in _criteria(report) if not passed)
+
+
+def _criteria(report: Mapping) -> list[tuple[str, bool]]:
+    """Each criterion in words, and whether it holds."""
+    equal, told = of_equal_arms(report), []
+    for item in report["criteria"]:
+        name, beside = item["name"], ""
+        if name in equal:
+            beside = f", A/A {number(equal[name])}"
+        measured = f"measured {number(item['measured'])}{beside}"
+        told.append((f"{name}: required {SIGNS[name]} {number(item['required'])}, {measured}", item["passed"]))
+    return told
+
+
+def errors(report: Mapping) -> dict[str, str]:
+    """By dataset, the ratio of the arms' nRMSE, its range over seeds and the ratio of two equal arms."""
+    texts = {}
+    for dataset, ratio in report["nrmse_ratio"].items():
+        beside = []
+        if len(report["arms"][report["baseline"]]) > 1:
+            beside.append(" to ".join(map(number, report["nrmse_ratio_range"][dataset])) + " over seeds")
+        if report["aa_nrmse_ratio"]:
+            beside.append(f"A/A {number(report['aa_nrmse_ratio'][dataset])}")
+        texts[dataset] = number(ratio) + (f" ({'; '.join(beside)})" if beside else "")
+    return texts
+
+
+def _ratio(found: Mapping) -> str:
+    """A median with its interval, where it has one."""
+    low, high = found["ci95"]
+    return number(found["median"]) + ("" if low is None else f" [{number(low)}, {number(high)}]")

@@ -1,0 +1,299 @@
+"""Memory of one optimizer step: predicted without having it, measured here, and the largest batch of other machines.
+
+Predicted with fake tensors, which have shapes and lifetimes but no bytes: the config's own model, losses, backward pass
+and optimizers run in seconds, on any machine, without data. What other ranks and devices do is arithmetic on top, and a
+footprint's notes say so.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from upsnb import hardware, overlays
+from upsnb.config import RunConfig
+from upsnb.data.batches import Batch, residency
+from upsnb.data.outlines import outlines
+from upsnb.errors import RunError
+from upsnb.memory.allocator import Meter
+from upsnb.memory.ledger import BACKWARD, OPTIMIZER, Account, Ledger
+from upsnb.runs import runfolder
+from upsnb.training import optimizers
+from upsnb.training.losses import LossModule
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup, build_model, build_optimizers
+
+ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
+CUDA_GRANULARITY = 512  # bytes; CUDA's allocator rounds every request up to it
+SDPA_KERNELS = ("flash", "efficient", "flex")  # keep no scores, as the fused kernel that stands in for them here
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of one optimizer step of one rank."""
+
+    nbytes: int  # at the fullest moment
+    account: Account  # every storage of the step
+    how: str  # what the number is
+    seconds: float  # that it took to find out
+    notes: tuple[str, ...] = ()  # what was assumed
+    history: dict | None = None  # CUDA's allocator, measured footprints only
+
+    @property
+    def gib(self) -> float:
+        return self.nbytes / 2**30
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+class Rehearsal:
+    """A rank's model, losses and optimizers as a run builds them, and steps on fields of zeros.
+
+    Under fake tensors or on real ones alike. One small step comes first, because it creates the optimizers' state.
+    """
+
+    def __init__(self, config: RunConfig, root: Path, device: torch.device):
+        self.config, self.device = config, device
+        self.outlines = outlines(config, root)
+        training = config.training
+        with device:  # fake tensors cannot be moved in place
+            model = build_model(config, self.outlines)
+        generator = torch.Generator(device).manual_seed(training.seed)
+        self.setup = Setup(
+            config=config,
+            ranks=Ranks(device=device),
+            datasets=self.outlines,
+            loader=None,
+            model=model,
+            loss=LossModule(model, training, generator),
+            optimizers=build_optimizers(model, config),
+            # float16's scaler holds two numbers; and a step that it skips, as it may the first, would make no state
+            scaler=torch.amp.GradScaler(device.type, enabled=False),
+            ema=optimizers.Ema(model, training.ema_decay) if training.ema_decay else None,
+            plateau=optimizers.Plateau(config.stages.operator.scheduler),
+            generator=generator,
+        )
+        self.resident: list[Tensor] = []
+        if residency(self.outlines, config) == "device":
+            sizes = (outline.num_bytes for outline in self.outlines.values())
+            self.resident = [torch.empty(size // 4, device=device) for size in sizes]
+        self._ledger: Ledger | None = None  # of the steps being taken
+        self.setup.loss.register_forward_pre_hook(lambda *_: self._mark("forward pass"))
+        self.setup.loss.register_forward_hook(lambda *_: self._mark(BACKWARD))
+        for optimizer in self.setup.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._mark(OPTIMIZER))
+        self.setup.step([self._batch(name, 1) for name in self.outlines], ESTABLISHED, 0)
+
+    def _mark(self, what: str) -> None:
+        if self._ledger is not None:
+            self._ledger.mark(what)
+
+    def _batch(self, name: str, size: int) -> Batch:
+        spec, calls = self.outlines[name].spec, 2 if self.config.training.lambda_rollout > 0 else 1
+        inputs = (size, spec.input_frames, spec.input_channels, *spec.grid_shape)
+        targets = (size, calls * spec.output_frames, spec.output_channels, *spec.grid_shape)
+        fields = [torch.zeros(shape, device=self.device) for shape in (inputs, targets, (size, spec.num_parameters))]
+        return Batch(name, *fields, seed=0)
+
+    def steps(self, batch_size: int) -> None:
+        """As many optimizer steps as show every dataset, and every loss with gradients of earlier microbatches there.
+
+        From the third microbatch of a dataset on nothing new happens: those only wait on the device.
+        """
+        names, accumulated = list(self.outlines), self.config.training.accum_steps
+        computed = min(accumulated, 2 * len(names))
+        training = self.config.training
+        every = math.lcm(training.inverse_loss_frequency, *training.loss_frequency.values())
+        starts = list(range(0, len(names), computed))  # microbatches done before
+        if computed > len(names) and every > 1:
+            starts.append(len(names) * (every - 1))  # the second microbatch computes what the first did above
+        for start in starts:
+            batches = [self._batch(names[(start + i) % len(names)], batch_size) for i in range(accumulated)]
+            if self._ledger is not None:
+                for batch in batches:
+                    fields = (batch.inputs, batch.targets, batch.parameters)
+                    self._ledger.adopt(fields, "data", f"batches.{batch.dataset}")
+            self.setup.step(batches[:computed], ESTABLISHED, start)
+
+    def account(self, batch_size: int, offloaded: bool = False) -> Account:
+        """Every storage of these steps on this device.
+
+        Args:
+            offloaded: take AdamW's moments to be elsewhere, though they are here.
+        """
+        setup, model = self.setup, self.setup.model
+        self._ledger = ledger = Ledger(model, self.device)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            ledger.adopt([tensor], "parameters", _owner(name))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for optimizer in setup.optimizers:
+            for parameter, state in optimizer.state.items():
+                moments = [value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0]
+                if offloaded and isinstance(optimizer, torch.optim.AdamW):
+                    ledger.disregard(moments)
+                elif self.device.type in {moment.device.type for moment in moments}:  # else really offloaded
+                    ledger.adopt(moments, "optimizer", _owner(names[parameter]))
+        if setup.ema is not None:
+            for name, average in zip(setup.ema.names, setup.ema.average, strict=True):
+                ledger.adopt([average], "average", _owner(name))
+        ledger.adopt(self.resident, "data", "resident datasets")
+        with ledger:
+            self.steps(batch_size)
+        self._ledger = None
+        return ledger.account()
+
+
+def _owner(name: str) -> str:
+    """The module that holds a parameter."""
+    return name.rpartition(".")[0]
+
+
+# -- predicted and measured ------------------------------------------------------------------------------------------
+
+
+class Predictor:
+    """Footprints of one config at any batch size; building it takes about as long as one prediction."""
+
+    def __init__(self, config: RunConfig, root: Path | None = None, granularity: int | None = None):
+        """`granularity`: bytes to which the allocator rounds; None: this machine's."""
+        self.config, self.root = config, root or runfolder.project_root()
+        cuda = hardware.detect().device == "cuda" and config.training.device != "cpu"
+        self.device = torch.device("cuda" if cuda else "cpu")
+        self.granularity = granularity or (CUDA_GRANULARITY if cuda else 1)
+        started = time.perf_counter()
+        # Offload needs CUDA and guards read the loss, which has no value here: neither changes what else is allocated.
+        changes = {"training.cpu_offload_optimizer": False, "guards.nonfinite": "off"}
+        changes |= {"operator.pdet.attention": "sdpa"} if self._has_stand_in() else {}
+        self._fake = FakeTensorMode()
+        with torch.random.fork_rng(devices=[]), self._fake:
+            self._rehearsal = Rehearsal(overlays.apply(config, changes), self.root, self.device)
+        self._seen: dict[int, Footprint] = {}
+        self._build_s = time.perf_counter() - started
+
+    def _has_stand_in(self) -> bool:
+        return self.config.operator.pdet.attention in SDPA_KERNELS and self.device.type == "cpu"
+
+    def at(self, batch_size: int | None = None) -> Footprint:
+        """The footprint at a batch size; the config's own if none is given."""
+        size = batch_size or self.config.training.batch_size
+        if size not in self._seen:
+            started = time.perf_counter()
+            with torch.random.fork_rng(devices=[]), self._fake:
+                account = self._rehearsal.account(size, self.config.training.cpu_offload_optimizer)
+            account = self._of_one_rank(account).rounded(self.granularity)
+            seconds = time.perf_counter() - started + self._build_s
+            self._seen[size] = Footprint(account.peak(), account, "predicted", seconds, self._notes())
+        return self._seen[size]
+
+    @property
+    def seen(self) -> dict[int, Footprint]:
+        """What was predicted so far, by batch size."""
+        return dict(sorted(self._seen.items()))
+
+    def parameters_by_optimizer(self) -> tuple[int, int]:
+        """How many parameters Muon trains, with one moment, and how many AdamW, with two."""
+        counts = {True: 0, False: 0}
+        for optimizer in self._rehearsal.setup.optimizers:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            counts[isinstance(optimizer, torch.optim.Muon)] += sum(parameter.numel() for parameter in parameters)
+        return counts[True], counts[False]
+
+    def _of_one_rank(self, account: Account) -> Account:
+        """What several ranks change: arithmetic, because here is one."""
+        training, ranks = self.config.training, self.config.training.num_gpus
+        if training.use_fsdp2:
+            shared = ["parameters", "optimizer", "average"]
+            if (
+                training.accum_steps == 1 or not training.no_sync
+            ):  # else gradients are kept whole until they are averaged
+                shared.append("gradients")
+            for kind in shared:
+                account = account.scaled(kind, 1 / ranks)
+            return account.plus("parameters", "gathered blocks", self._gathered_bytes())
+        return account.kept("gradients") if ranks > 1 else account
+
+    def _gathered_bytes(self) -> int:
+        """In float32: the block at work, the one gathered ahead, and gradients on their way to other ranks."""
+        blocks = self._rehearsal.setup.model.operator.blocks
+        return 3 * max(sum(parameter.nbytes for parameter in block.parameters()) for block in blocks)
+
+    def _notes(self) -> tuple[str, ...]:
+        training, notes = self.config.training, []
+        if self._has_stand_in():
+            kernel = self.config.operator.pdet.attention
+            notes.append(f"{kernel} attention predicted as the CPU's fused kernel, which keeps no scores either")
+        if training.compile:
+            notes.append("compiled code predicted as eager: fusion keeps less, how much less is not predicted")
+        if training.cpu_offload_optimizer:
+            notes.append("AdamW's moments in host memory, their gradients still on the device")
+        if training.use_fsdp2:
+            notes.append(
+                f"parameters, gradients and moments divided by {training.num_gpus} ranks, gathered blocks added"
+            )
+        elif training.num_gpus > 1:
+            notes.append("gradients there throughout: DDP keeps its buckets")
+        return tuple(notes)
+
+
+def predict(config: RunConfig, root: Path | None = None) -> Footprint:
+    """One optimizer step of one rank, without data and without the memory."""
+    return Predictor(config, root).at()
+
+
+def measure(config: RunConfig, root: Path | None = None) -> Footprint:
+    """The same step for real, by one rank, in this process: what torch's allocator saw at the fullest moment.
+
+    Kinds and modules come from a second step, so that nothing watches the first. Eager, also where the config compiles.
+    """
+    hardware.check_runnable(config, hardware.detect())
+    device = torch.device(hardware.resolve_device(config, hardware.detect()))
+    root, started = root or runfolder.project_root(), time.perf_counter()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with Meter(device) as meter:
+            rehearsal = Rehearsal(config, root, device)
+            meter.begin()
+            rehearsal.steps(config.training.batch_size)
+        account = rehearsal.account(config.training.batch_size)
+    how = "measured by CUDA's allocator" if device.type == "cuda" else "measured by the CPU's allocator"
+    return Footprint(meter.peak_bytes, account, how, time.perf_counter() - started, history=meter.history)
+
+
+class Bench:
+    """A process that measures: it may run out of memory, and the one that asks keeps its hands off the GPU."""
+
+    def __enter__(self) -> Bench:
+        spawned = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=spawned, initializer=_be_quiet)
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self._pool.shutdown()
+
+    def measure(self, config: RunConfig, root: Path | None = None) -> Footprint:
+        """`measure`, over there.
+
+        Raises:
+            RunError: the process was killed; the next measurement starts another.
+        """
+        try:
+            return self._pool.submit(measure, config, root or runfolder.project_root()).result()
+        except BrokenProcessPool:
+            self.__enter__()
+            raise RunError(
+                "the measuring process was killed, most often for want of memory -> lower batch_size"
+            ) from None
+
+
+def _be_quiet() -> None:
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces its beginning and end on stderr

@@ -1,0 +1,45 @@
+"""What every report shares: its file, where and when it was measured, and how its numbers read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from upsnb.runs import runfolder
+from upsnb.runs.events import without_nonfinite
+
+REPORT, FIGURES = "report.json", "figures"  # in the folder of a run, a comparison, a plan
+
+
+def finish(made: Mapping, folder: Path | str | None, manifest: Mapping | None = None) -> dict:
+    """A report with `hardware`, `versions`, `code_revision` and `date`, as plain data with null for NaN and infinity.
+
+    Args:
+        folder: where it is written to `report.json`; made if it is missing. None: it is written nowhere.
+        manifest: of the run that the numbers are of; None: of this machine and this code, now.
+    """
+    if manifest is None:
+        from upsnb import hardware  # loads torch, which readers of reports do not need
+
+        manifest = {
+            "hardware": hardware.detect().as_dict(),
+            "versions": hardware.versions(),
+            "code_revision": runfolder.code_revision(),
+            "created": time.time(),
+        }
+    origin = {key: manifest[key] for key in ("hardware", "versions", "code_revision")}
+    date = time.strftime("%Y-%m-%d", time.gmtime(manifest["created"]))
+    report = without_nonfinite({**made, **origin, "date": date})
+    if folder is not None:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        runfolder.write_json(folder / REPORT, report)
+    return report
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A few digits; whole numbers in full; `-` for what is not known."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"

@@ -1,0 +1,348 @@
+"""Still figures: NumPy arrays in, a matplotlib Figure out, nothing shown; the look they share is figure_style's."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+from upsnb.report.style import (
+    BLACK,
+    BLUE,
+    ERROR_COLOURS,
+    FIELD_COLOURS,
+    GAP,
+    GREEN,
+    GREY,
+    INPUT_COLOURS,
+    VERMILLION,
+    draw_image,
+    edges,
+    empty_figure,
+    label,
+    legend,
+    looks,
+    middle_half,
+    positive,
+    running_median,
+    styled,
+    symmetric_range,
+    value_range,
+)
+
+
+class FieldSample(NamedTuple):
+    """One sample of a 2-D problem, arrays (ny, nx) in physical units; `inputs` may be None."""
+
+    label: str
+    inputs: np.ndarray | None
+    truth: np.ndarray
+    prediction: np.ndarray
+    nrmse: float
+
+
+@styled
+def dataset_samples(
+    rows: Mapping[str, ArrayLike],
+    *,
+    extent: Sequence[float],
+    x_label: str,
+    y_label: str,
+    square: bool = False,
+    title: str = "",
+) -> Figure:
+    """Samples of a dataset side by side, one row a quantity; a row shares one colour range, so sizes compare.
+
+    Args:
+        rows: quantity with its unit -> (n, ny, nx), the same n in every row; the last row is what is predicted.
+        extent: left, right, bottom, top of an image.
+        square: draw x and y at one scale.
+    """
+    height = 1.75 if square else 2.1
+    figure = empty_figure(7.2, height * len(rows) + 0.5, title)
+    num_samples = len(next(iter(rows.values())))
+    grid = figure.subplots(len(rows), num_samples, squeeze=False, sharex=True, sharey=True)
+    for number, (row, quantity) in enumerate(zip(grid, rows, strict=True)):
+        norm, colours = value_range(rows[quantity]), FIELD_COLOURS if number == len(rows) - 1 else INPUT_COLOURS
+        for ax, values in zip(row, rows[quantity], strict=True):
+            draw_image(ax, values, extent, colours, norm, quantity if ax is row[-1] else "")
+            ax.set(xlabel=x_label, ylabel=y_label, aspect="equal" if square else "auto")
+            ax.locator_params(nbins=3)
+            ax.label_outer()
+    return figure
+
+
+@styled
+def prediction_truth_error_1d(
+    x: ArrayLike,
+    truth: ArrayLike,
+    prediction: ArrayLike,
+    times: ArrayLike,
+    *,
+    quantity: str = "u",
+    unit: str = "-",
+    x_name: str = "x",
+    x_unit: str = "-",
+    time_unit: str = "-",
+    title: str = "",
+) -> Figure:
+    """Space-time images of truth, prediction and error, and cuts at three times.
+
+    Truth and prediction share the truth's colour range; a forecast that leaves it shows as arrows on the colour bar.
+
+    Args:
+        x, times: (N,) and (T,) coordinates, evenly spaced and increasing.
+        truth, prediction: (T, N) in `unit`.
+    """
+    x, times, truth, prediction = (np.asarray(a, dtype=float) for a in (x, times, truth, prediction))
+    error = prediction - truth
+    norm, extent = value_range(truth), edges(x) + edges(times)
+    figure = empty_figure(7.2, 5.2, title)
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.05])  # one grid for both would part the images
+    axes = dict(zip(("truth", "prediction", "error"), upper.subplots(1, 3), strict=True)) | {"cuts": lower.subplots()}
+    draw_image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
+    draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
+    draw_image(axes["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error", unit))
+    for name in ("truth", "prediction", "error"):
+        axes[name].set(title=name, xlabel=label(x_name, x_unit), ylabel=label("time t", time_unit))
+        if name != "truth":
+            axes[name].set_ylabel("")
+            axes[name].tick_params(labelleft=False)
+
+    cuts = axes["cuts"]
+    thick, thin = {"linewidth": 5, "alpha": 0.3}, {"linewidth": 1.2}
+    mark = {"marker": "o", "markersize": 3} if len(x) == 1 else {}
+    for i, colour in zip(sorted({0, len(times) // 2, len(times) - 1}), (BLUE, GREEN, VERMILLION), strict=False):
+        when = f"t = {times[i]:.3g}" + ("" if time_unit == "-" else f" {time_unit}")
+        cuts.plot(x, truth[i], color=colour, **thick, **mark)
+        cuts.plot(x, prediction[i], color=colour, **thin, **mark, label=when)
+    cuts.plot([], [], color=BLACK, **thick, label="truth (broad)")
+    cuts.plot([], [], color=BLACK, **thin, label="prediction (fine)")
+    cuts.set(xlabel=label(x_name, x_unit), ylabel=label(quantity, unit), xlim=extent[:2])
+    _keep_in_view(cuts, truth)
+    legend(cuts, 5)
+    return figure
+
+
+@styled
+def prediction_truth_error_2d(
+    samples: Sequence[FieldSample],
+    *,
+    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
+    quantity: str = "u",
+    unit: str = "-",
+    input_quantity: str = "input",
+    input_unit: str = "-",
+    space_unit: str = "-",
+    title: str = "",
+) -> Figure:
+    """One row a sample: input, truth, prediction, error. Truth and prediction of a row share the truth's colour range.
+
+    Args:
+        samples: e.g. best, median and worst of the test split; the input column is left out if none has one.
+        extent: x_min, x_max, y_min, y_max of the domain.
+    """
+    given = [np.ravel(sample.inputs) for sample in samples if sample.inputs is not None]
+    input_norm = value_range(np.concatenate(given)) if given else None
+    columns = ["input"] * bool(given) + ["truth", "prediction", "error"]
+    figure = empty_figure(8.2 if given else 6.2, 1.5 * len(samples) + 0.7, title)
+    figure.get_layout_engine().set(w_pad=0.07, wspace=0.05)
+    grid = figure.subplots(len(samples), len(columns), squeeze=False, sharex=True, sharey=True)
+    for sample, row in zip(samples, grid, strict=True):
+        ax = dict(zip(columns, row, strict=True))
+        norm, error = value_range(sample.truth), np.asarray(sample.prediction, dtype=float) - sample.truth
+        if sample.inputs is not None:
+            draw_image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, label(input_quantity, input_unit))
+        elif given:
+            ax["input"].text(0.5, 0.5, "no input", ha="center", va="center", transform=ax["input"].transAxes)
+        draw_image(ax["truth"], sample.truth, extent, FIELD_COLOURS, norm)
+        draw_image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
+        draw_image(ax["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error", unit))
+        for axis in row:
+            axis.set(xlabel=label("x", space_unit), ylabel=label("y", space_unit), aspect="equal")
+            axis.locator_params(nbins=3)
+            axis.label_outer()
+        beside = {"xycoords": row[0].yaxis.label, "textcoords": "offset points", "rotation": 90}
+        text = f"{sample.label}\nnRMSE {sample.nrmse:.2g}"
+        row[0].annotate(text, (0, 0.5), (-5, 0), **beside, ha="right", va="center", multialignment="center")
+    for ax, name in zip(grid[0], columns, strict=True):
+        ax.set_title(name)
+    return figure
+
+
+@styled
+def rollout_error(
+    times: ArrayLike,
+    curves: Mapping[str, ArrayLike],
+    *,
+    samples: Mapping[str, ArrayLike] | None = None,
+    given_until: float | None = None,
+    time_unit: str = "-",
+    title: str = "",
+) -> Figure:
+    """nRMSE as the forecast goes on, model beside persistence.
+
+    Args:
+        times: (T,) forecast times.
+        curves: name -> (T,) nRMSE.
+        samples: name -> (B, T) nRMSE of each sample; shades the middle half of them behind the curve.
+        given_until: time of the last given frame; everything up to it is marked as input.
+    """
+    figure = empty_figure(4.8, 3.1, title)
+    ax = figure.subplots()
+    times = np.asarray(times, dtype=float)
+    for name, look in looks(curves).items():
+        spread = (samples or {}).get(name)
+        if spread is not None:
+            low, high = middle_half(spread)
+            ax.fill_between(times, low, high, color=look["color"], alpha=0.18, linewidth=0)
+        mark = {"marker": "o", "markersize": 3.5} if len(times) <= 30 else {}
+        ax.plot(times, positive(curves[name]), **look, **mark, label=name)
+    if samples:
+        ax.fill_between([], [], [], color=GREY, alpha=0.25, linewidth=0, label="middle half of samples")
+    if given_until is not None:
+        start = min(ax.get_xlim()[0], given_until - 0.08 * float(np.ptp(times) or 1.0))
+        ax.axvspan(start, given_until, color=GAP, alpha=0.6, linewidth=0, label="given frames")
+        ax.set_xlim(left=start)
+    ax.set(xlabel=label("time t", time_unit), ylabel=label("nRMSE"), yscale="log")
+    legend(ax)
+    return figure
+
+
+@styled
+def spectra(
+    wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity: str = "u", unit: str = "-", title: str = ""
+) -> Figure:
+    """Energy per wavenumber, log-log; the mean (wavenumber 0) has no place on it and is left out.
+
+    Args:
+        wavenumber: (K,) cycles per domain length.
+        curves: name -> (K,) energy, e.g. truth, prediction, error; see `metrics.energy_spectrum`.
+    """
+    figure = empty_figure(4.8, 3.3, title)
+    ax = figure.subplots()
+    wavenumber = np.asarray(wavenumber, dtype=float)
+    for name, look in looks(curves).items():
+        ax.plot(wavenumber[wavenumber > 0], positive(curves[name])[wavenumber > 0], **look, label=name)
+    squared = "-" if unit == "-" else f"({unit})²"
+    ax.set(xscale="log", yscale="log", xlabel=label("wavenumber k", "cycles per domain"))
+    ax.set_ylabel(label(f"energy of {quantity}", squared))
+    legend(ax)
+    return figure
+
+
+@styled
+def loss_terms(
+    progress: ArrayLike,
+    terms: Mapping[str, ArrayLike],
+    *,
+    progress_name: str = "optimizer step",
+    progress_unit: str = "-",
+    validation: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+    title: str = "",
+) -> Figure:
+    """Loss terms, raw values pale under their running median; validation nRMSE in a second panel if there is any.
+
+    Args:
+        progress: (n,) steps or seconds.
+        terms: name -> (n,) values; NaN where a term was not computed at that step.
+        validation: data set -> (progress, nRMSE).
+    """
+    figure = empty_figure(7.2 if validation else 4.8, 3.1, title)
+    panels = np.atleast_1d(figure.subplots(1, 2 if validation else 1, sharex=True))
+    progress = np.asarray(progress, dtype=float)
+    for name, look in looks(terms).items():
+        values = positive(terms[name])
+        known = np.isfinite(values)
+        mark = {"marker": "o", "markersize": 3.5} if known.sum() == 1 else {}
+        panels[0].plot(progress[known], values[known], **(look | {"linewidth": 0.7}), alpha=0.3)
+        panels[0].plot(progress[known], running_median(values[known]), **look, **mark, label=name)
+    panels[0].set(yscale="log", ylabel=label("loss"))
+    for name, look in looks(validation or {}).items():
+        where, values = validation[name]
+        panels[1].plot(where, positive(values), **look, marker="o", markersize=3.5, label=name)
+        panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
+    for ax in panels:
+        ax.set_xlabel(label(progress_name, progress_unit))
+        legend(ax)
+    return figure
+
+
+@styled
+def throughput(
+    time_s: ArrayLike,
+    samples_per_s: ArrayLike,
+    steady: ArrayLike,
+    median: float,
+    ci95: tuple[float, float],
+    *,
+    title: str = "",
+) -> Figure:
+    """Samples per second over a run; what counts is coloured, warm-up and compile steps are pale.
+
+    Args:
+        time_s, samples_per_s: (n,) one entry an optimizer step.
+        steady: (n,) bool, the steps that the median is of.
+        median, ci95: samples per second and its bootstrap 95 % interval.
+    """
+    figure = empty_figure(4.8, 3.1, title)
+    ax = figure.subplots()
+    time_s, rate, steady = np.asarray(time_s, float), np.asarray(samples_per_s, float), np.asarray(steady, bool)
+    if not steady.all():
+        pale = {"facecolors": "none", "edgecolors": GREY, "linewidths": 0.7, "alpha": 0.6}
+        ax.scatter(time_s[~steady], rate[~steady], s=14, **pale, label="warm-up and compile steps")
+    if steady.any():
+        ax.scatter(time_s[steady], rate[steady], s=10, color=BLUE, alpha=0.55, linewidths=0, label="steady steps")
+    if np.isfinite(median):  # no steady step yet: nothing to claim
+        if np.isfinite(ci95).all():  # one window has a median and no interval
+            text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
+            ax.axhspan(*ci95, color=VERMILLION, alpha=0.2, linewidth=0, label=text)
+        ax.axhline(median, color=VERMILLION, linewidth=1.0, label=f"median {median:.4g} samples/s")
+    ax.set(xlabel=label("time since start", "s"), ylabel=label("throughput", "samples/s"))
+    ax.set_ylim(0, 1.08 * np.max(rate[np.isfinite(rate)], initial=0.0) or 1.0)
+    legend(ax)
+    return figure
+
+
+@styled
+def error_distribution(
+    nrmse: Mapping[str, ArrayLike],
+    *,
+    baselines: Mapping[str, float] | None = None,
+    baseline_name: str = "persistence",
+    title: str = "",
+) -> Figure:
+    """Share of test samples at or below an nRMSE, one curve a data set; its baseline's mean as a dashed line.
+
+    Samples whose nRMSE is not finite stay in the count, so their curve ends below 1, and the legend says how many.
+
+    Args:
+        nrmse: data set -> (B,) nRMSE of each sample.
+        baselines: data set -> mean nRMSE of `baseline_name`, see `metrics.baseline_name`.
+    """
+    figure = empty_figure(4.8, 3.3, title)
+    ax = figure.subplots()
+    for name, look in looks(nrmse).items():
+        values = np.ravel(np.asarray(nrmse[name], dtype=float))
+        finite = np.sort(values[np.isfinite(values)])
+        share = np.arange(1, len(finite) + 1) / max(len(values), 1)
+        missing = f", {len(values) - len(finite)} not finite" if len(finite) < len(values) else ""
+        text = f"{name} (n = {len(values)}{missing})"
+        # Each curve starts on the floor: a single sample is a step, not an invisible point.
+        ax.step(np.append(finite[:1], finite), np.append(share[:1] * 0, share), where="post", **look, label=text)
+        if name in (baselines or {}):
+            ax.axvline(baselines[name], color=look["color"], linestyle="--", linewidth=1.2)
+    if baselines:
+        ax.plot([], [], color=GREY, linestyle="--", linewidth=1.2, label=f"{baseline_name}, mean of each data set")
+    ax.set(xscale="log", xlabel=label("nRMSE of a sample"), ylabel=label("share of samples"), ylim=(0, 1.02))
+    legend(ax)
+    return figure
+
+
+def _keep_in_view(ax: Axes, truth: np.ndarray) -> None:
+    """Keep a diverging forecast from flattening the truth: no more than the truth's own span beyond it."""
+    norm, (bottom, top) = value_range(truth), ax.get_ylim()
+    span = norm.vmax - norm.vmin
+    ax.set_ylim(max(bottom, norm.vmin - span), min(top, norm.vmax + span))

@@ -1,0 +1,257 @@
+"""What a run reached, or two beside each other: report.json, its table, and its figures, from run folders alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from upsnb import overlays
+from upsnb.compare.verdict import compared, reached
+from upsnb.config import RunConfig
+from upsnb.data.datasets import Dataset
+from upsnb.errors import RunError
+from upsnb.phases import PHASES, is_on
+from upsnb.report.figures import RunFigures, end_of_last_launch, read_evaluation
+from upsnb.report.file import FIGURES, finish, number
+from upsnb.report.style import save
+from upsnb.runs.handle import Run
+from upsnb.runs.runfolder import MANIFEST
+from upsnb.runs.throughput import samples_seen, steady_throughput
+
+FORMAT = 1
+SPLIT_KEYS = {"validation": "val", "test": "test"}
+COLUMNS = (
+    *("dataset", "split", "nRMSE", "median", "without a model", "gain"),
+    *("rollout", "rollout without", "rollout gain"),
+)
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+def train_report(run: Run) -> dict:
+    """The report of a run that has ended, however it ended; also written to `report.json`.
+
+    What a run did not get to is null; accuracy is reported only if the latest launch evaluated to its end.
+    """
+    return finish(_numbers(run), run.folder, run.manifest)
+
+
+def _numbers(run: Run) -> dict:
+    """The report, as far as it does not say where and when."""
+    events, manifest, config = run.events(), run.manifest, run.config
+    last = {event["kind"]: event for event in events}
+    start, steps = last.get("start", {}), [event for event in events if event["kind"] == "step"]
+    end = end_of_last_launch(events)
+    evaluation = read_evaluation(run.folder, events)
+    steady = [step for step in steps if step["steady"]]
+    memory = end.get("peak_memory_gib") or [step["peak_memory_gib"] for step in steps[-1:]]
+    return {
+        "format": FORMAT,
+        "kind": "train",
+        "status": run.status(),
+        "device": start.get("device"),
+        "num_ranks": start.get("num_ranks"),
+        "parameters": start.get("parameters"),
+        "samples_per_s": steady_throughput(events),
+        "time_to_first_step_s": _first(events, "first_step", "since_launch_s"),
+        "train_time_s": end.get("train_time_s"),
+        "peak_memory_gib": max(memory, default=None),
+        "phases_on": _phases_on(events, config),
+        "phases_skipped": manifest["phases_skipped"],
+        "datasets": _scalar_metrics(evaluation),
+        # what the numbers above rest on
+        "cause": run.cause(),
+        "end_reason": end.get("reason"),
+        "steps": steps[-1]["step"] if steps else 0,
+        "samples": round(samples_seen(steps)),
+        "overall_samples_per_s": _overall(steps, end),
+        "epochs": end.get("epochs"),
+        "split": evaluation.get("split"),
+        "weights": evaluation.get("weights"),
+        "loss": _fall([step["loss"] for step in steps]),
+        "compile_s": _total(events, "compile", "duration_s"),
+        "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
+        "memory_kind": end.get("memory_kind"),
+        "seeds": manifest["seeds"],
+        "num_launches": max(len(manifest["segments"]), 1),
+        "settings": overlays.difference(RunConfig(), config),  # all that differs from the defaults
+    }
+
+
+def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
+    """Phases that were on at the end: as the last launch or obeyed flip says, else as the run was started."""
+    said = [event for event in events if event["kind"] == "start" or (event["kind"] == "flip" and event["applied"])]
+    started = [phase.name for phase in PHASES if is_on(phase, config)]
+    return said[-1].get("phases_on", started) if said else started
+
+
+def _scalar_metrics(evaluation: dict) -> dict:
+    """{dataset: {"val" or "test": metrics}}, everything that is one number or one name."""
+    return {
+        name: {
+            SPLIT_KEYS[split]: {key: value for key, value in result.items() if not isinstance(value, (dict, list))}
+            for split, result in splits.items()
+        }
+        for name, splits in evaluation.get("datasets", {}).items()
+    }
+
+
+def _first(events: list[dict], kind: str, field: str) -> float | None:
+    return next((event.get(field) for event in events if event["kind"] == kind), None)
+
+
+def _total(events: list[dict], kind: str, field: str) -> float:
+    return round(sum(event[field] for event in events if event["kind"] == kind), 3)
+
+
+def _overall(steps: list[dict], end: dict) -> float | None:
+    """Everything that was trained over all of training's time, compilation, validations and disturbances included."""
+    return samples_seen(steps) / end["train_time_s"] if steps and end.get("train_time_s") else None
+
+
+def _share(steps: list[dict], part: str, whole: str) -> float | None:
+    total = sum(step[whole] for step in steps)
+    return sum(step[part] for step in steps) / total if total else None
+
+
+def _fall(losses: list[float | None]) -> dict:
+    """Median loss over the first and the last tenth of the steps; a single step is as noisy as its batch."""
+    losses = np.array([np.nan if loss is None else loss for loss in losses], dtype=float)
+    tenth = max(1, len(losses) // 10)
+    ends = (losses[:tenth], losses[-tenth:]) if len(losses) else (None, None)
+    return {key: None if part is None else float(np.median(part)) for key, part in zip(("first", "last"), ends)}
+
+
+# -- two runs ------------------------------------------------------------------------------------------------------
+
+
+def compare(run_a: Run, run_b: Run, folder: Path | str | None = None, criteria: dict | None = None) -> dict:
+    """Two saved runs beside each other: what the second differs in, what it gains and what it loses.
+
+    They may have ended whenever and wherever: no turns, and so neither intervals nor a noise floor. Nothing is trained,
+    compiled or written into their folders.
+
+    Args:
+        folder: where `report.json` is written; None: nowhere.
+        criteria: over `comparison.CRITERIA`; a criterion of null is left out.
+    Raises:
+        RunError: a run has not finished or its errors were not measured, or the two were judged by different data.
+        ConfigError: an unknown criterion.
+    """
+    if run_a.folder == run_b.folder:
+        raise RunError(f"{run_a.folder}: is compared with itself -> name two runs")
+    if folder is not None and (Path(folder) / MANIFEST).exists():
+        raise RunError(f"{folder}: holds a run, whose report would be lost -> choose another folder")
+    above = os.path.commonpath((run_a.folder, run_b.folder))  # runs of two comparisons have the same names
+    return compare_arms({str(run.folder.relative_to(above)): [run] for run in (run_a, run_b)}, None, folder, criteria)
+
+
+def compare_arms(
+    runs: dict[str, list[Run]],
+    ratios: dict[str, dict] | None,
+    folder: Path | str | None,
+    criteria: dict | None = None,
+    price_per_hour: float = 0.0,
+) -> dict:
+    """The report of several runs of two arms, and of a noise floor; arguments as of `comparison.compared`."""
+    arms = {name: [reached(run, _numbers(run), price_per_hour) for run in those] for name, those in runs.items()}
+    (baseline, *_), *_ = runs.values()
+    return finish(compared(runs, arms, ratios, criteria), folder, baseline.manifest)
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def table(report: dict) -> pd.DataFrame:
+    """nRMSE [-] per dataset and split, beside what a forecast without a model reaches; gain is the second by the first.
+
+    "nRMSE" and "median" are of one call, "rollout" of self-fed forecasts to the end of the trajectory.
+    """
+    rows = []
+    for name, split, values in _results(report):
+        called, key = _baseline(values)
+        nrmse, without = values.get("nrmse_mean"), values.get(key)
+        rollout, rollout_without = values.get("rollout_nrmse_mean"), values.get(f"rollout_{key}")
+        rows.append(
+            {
+                "dataset": name,
+                "split": split,
+                "nRMSE": number(nrmse),
+                "median": number(values.get("nrmse_median")),
+                "without a model": f"{called} {number(without)}".strip(),
+                "gain": number(_ratio(without, nrmse), 3),
+                "rollout": number(rollout),
+                "rollout without": number(rollout_without),
+                "rollout gain": number(_ratio(rollout_without, rollout), 3),
+            }
+        )
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def gains(report: dict) -> dict[str, float]:
+    """How many times larger the nRMSE of a forecast without a model is, by dataset; NaN if unknown."""
+    ratios = {
+        name: _ratio(values.get(_baseline(values)[1]), values.get("nrmse_mean")) for name, _, values in _results(report)
+    }
+    return {name: float("nan") if ratio is None else ratio for name, ratio in ratios.items()}
+
+
+def _results(report: dict) -> list[tuple[str, str, dict]]:
+    datasets = report.get("datasets") or {}
+    return [(name, split, values) for name, splits in datasets.items() for split, values in splits.items()]
+
+
+def _baseline(values: dict) -> tuple[str, str]:
+    """What the forecast without a model is called, and the key of its nRMSE."""
+    keys = (key for key in values if key.endswith("_nrmse_mean") and not key.startswith("rollout_"))
+    key = next(keys, "")
+    return values.get("baseline") or key.removesuffix("_nrmse_mean").replace("_", " "), key
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def costs(report: dict) -> str:
+    """What the run cost, in a few lines."""
+    speed, skipped = report.get("samples_per_s") or {}, report.get("phases_skipped") or {}
+    low, high = speed.get("ci95") or (None, None)
+    memory = f" ({report['memory_kind']})" if report.get("memory_kind") else ""
+    overall = report.get("overall_samples_per_s")
+    lines = [
+        f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
+        f"{number(report.get('parameters'))} parameters, trained {number(report.get('train_time_s'))} s"
+        + (f" for {number(report['steps'])} steps" if report.get("steps") else ""),
+        f"{number(speed.get('median'))} samples/s while steady (95 % interval {number(low)} to {number(high)})"
+        + (f", {number(overall)} overall" if overall else ""),
+        f"first step after {number(report.get('time_to_first_step_s'))} s, "
+        f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",
+        f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
+        *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
+    ]
+    return "\n".join(lines)
+
+
+def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:
+    """What there is to train on: grid, frames, samples by split, and the training split's statistics."""
+    rows = []
+    for name, dataset in datasets.items():
+        spec = dataset.spec
+        row = {"dataset": name, "equation": dataset.family.title, "grid": " x ".join(map(str, spec.grid_shape))}
+        row |= {"frames": len(dataset.frames), "in -> out": f"{spec.input_frames} -> {spec.output_frames}"}
+        row |= {split: len(samples) for split, samples in dataset.splits.items()}
+        row |= {"mean [-]": number(spec.output_mean[0]), "std [-]": number(spec.output_std[0])}
+        row |= {"size [MiB]": number(dataset.num_bytes / 2**20)}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def write_figures(drawn: RunFigures) -> dict[str, Path]:
+    """Write all that a run can show into its folder's `figures/`; figure name -> PNG."""
+    return {name: save(draw(), drawn.folder / FIGURES, name) for name, draw in drawn.all().items()}

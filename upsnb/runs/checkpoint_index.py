@@ -1,0 +1,258 @@
+"""Which checkpoints a run keeps: an index with checksums, roles that move on, and nothing half-written in its place.
+
+    checkpoints/
+      index.json             roles, and the size and SHA-256 of every file
+      step-00000500/         one checkpoint: a shard per rank, their table of contents, state.json
+      .step-00000600/        one that is being written, or was when its process was killed
+
+Knows nothing of tensors, so that readers of a run need no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from upsnb.errors import RunError
+from upsnb.runs.runfolder import CHECKPOINTS, write_json
+
+FORMAT = 2
+INDEX = "index.json"
+ROLES = ("latest", "previous", "best", "epoch")  # epoch: the newest that was written at the end of a whole epoch
+DROPPED_FIRST = ("previous", "epoch", "best")  # what a tight budget costs, in this order; never the latest
+BLOCK_BYTES = 1 << 22
+
+
+def home(folder: Path | str) -> Path:
+    """Where a run folder keeps its checkpoints."""
+    return Path(folder) / CHECKPOINTS
+
+
+def read_index(folder: Path | str) -> dict:
+    """Roles and checkpoints as plain data; empty where nothing was ever saved.
+
+    Raises:
+        RunError: the index is damaged or lost, or an older version wrote it.
+    """
+    place = home(folder)
+    if any(place.glob("step-*.pt")):
+        raise RunError(
+            f"{place}: holds checkpoints of format 1 (one .pt file each), and this version reads {FORMAT} -> "
+            f"start in a new folder, or delete the folder {CHECKPOINTS} to start anew"
+        )
+    try:
+        index = json.loads((place / INDEX).read_text())
+    except FileNotFoundError:
+        if any(place.glob("step-*")):
+            raise RunError(
+                f"{place}: has checkpoints but no {INDEX} to check them by -> put it back, or delete the folder "
+                f"{CHECKPOINTS} to start anew"
+            ) from None
+        return {"format": FORMAT, **dict.fromkeys(ROLES), "checkpoints": {}}
+    except ValueError as error:
+        raise RunError(
+            f"{place / INDEX}: not JSON ({error}) -> delete the folder {CHECKPOINTS} to start anew"
+        ) from None
+    if index.get("format") != FORMAT:
+        raise RunError(
+            f"{place / INDEX}: format {index.get('format')!r}, this version reads {FORMAT} -> start in a new folder"
+        )
+    return index
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def prepare(folder: Path | str) -> None:
+    """Make the place ready for a writer: an index from the start, and no leftovers of a killed one."""
+    place = home(folder)
+    place.mkdir(exist_ok=True)
+    index = read_index(folder)
+    if not (place / INDEX).exists():  # from here on checkpoints without an index are a loss and not a first save
+        _write_index(place, index)
+    _sweep(place, index)
+
+
+def temporary(folder: Path | str, step: int) -> Path:
+    """Where the checkpoint of a step is written until it is whole."""
+    return home(folder) / f".step-{step:08d}"
+
+
+def discard(folder: Path | str, step: int) -> None:
+    """Delete what a failed save left."""
+    shutil.rmtree(temporary(folder, step), ignore_errors=True)
+
+
+def digest(path: Path, count: Callable[[int], None] = lambda num_bytes: None) -> dict:
+    """Size and SHA-256 of a file.
+
+    Args:
+        count: told the bytes of each block, so that reading a large file is no silence.
+    """
+    found, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            found.update(block)
+            size += len(block)
+            count(len(block))
+    return {"bytes": size, "sha256": found.hexdigest()}
+
+
+def commit(
+    folder: Path | str,
+    step: int,
+    files: dict[str, dict],
+    roles: Iterable[str] = (),
+    budget_gb: float = float("inf"),
+    last: str | None = None,
+) -> Path:
+    """Put the whole checkpoint of `temporary` in its place, let roles move on, and drop what has none left.
+
+    A process that is killed in here leaves the old index or the new one, and each names whole checkpoints only: what
+    is named is never overwritten, and files are deleted only once the index names them no more.
+
+    Args:
+        files: name and `digest` of every file.
+        roles: what it is beside the latest: "best", "epoch".
+        budget_gb: disk space for all of them [GB].
+        last: the checkpoint that training came from, where the index's latest is not to be trusted.
+    Raises:
+        OSError: the disk is full or not writable; earlier checkpoints stay as they are.
+    """
+    place, index = home(folder), read_index(folder)
+    written = temporary(folder, step)
+    _sync_folder(written)
+    name = _free_name(place, step)
+    os.rename(written, place / name)
+    _sync_folder(place)
+    for role in ROLES:  # one of the same step is replaced
+        if index[role] is not None and index["checkpoints"][index[role]]["step"] == step:
+            index[role] = name
+    before = last if last in index["checkpoints"] else index["latest"]
+    if index["latest"] != name:
+        index["previous"] = before
+    for role in ("latest", *roles):
+        index[role] = name
+    index["checkpoints"][name] = {"step": step, "files": files}
+    for role in DROPPED_FIRST:
+        if _total_bytes(index) > budget_gb * 1e9 and index[role] != name:
+            index[role] = None
+    index["checkpoints"] = {name: index["checkpoints"][name] for name in _named(index)}
+    _write_index(place, index)
+    _sweep(place, index)
+    return place / name
+
+
+def _free_name(place: Path, step: int) -> str:
+    """`step-00000500`, or `step-00000500-2` where that is taken: two directories cannot be exchanged in one move."""
+    stem, number = f"step-{step:08d}", 1
+    while (place / (stem if number == 1 else f"{stem}-{number}")).exists():
+        number += 1
+    return stem if number == 1 else f"{stem}-{number}"
+
+
+def _named(index: dict) -> list[str]:
+    """Names of the checkpoints that have a role, each once."""
+    return list(dict.fromkeys(index[role] for role in ROLES if index[role] is not None))
+
+
+def _total_bytes(index: dict) -> int:
+    return sum(num_bytes(index["checkpoints"][name]["files"]) for name in _named(index))
+
+
+def num_bytes(files: dict[str, dict]) -> int:
+    """Size of a checkpoint from the digests of its files."""
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def _write_index(place: Path, index: dict) -> None:
+    write_json(place / INDEX, index)
+    _sync_folder(place)
+
+
+def _sweep(place: Path, index: dict) -> None:
+    """Delete checkpoints, whole or not, that the index does not name, and the index that a killed writer began."""
+    named = _named(index)
+    for path in (*place.glob("step-*"), *place.glob(".step-*")):
+        if path.name not in named and path.is_dir():
+            shutil.rmtree(path)
+    for path in place.glob(f".{INDEX}.*"):
+        path.unlink()
+
+
+def _sync_folder(path: Path) -> None:
+    """Make names in a folder last through a loss of power; fsync of a file does not cover its name."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint whose every file is as it was written."""
+
+    path: Path
+    files: tuple[str, ...]
+    passed_over: tuple[str, ...] = ()  # what is wrong with those that should have come first
+
+
+def choose(folder: Path | str, which: str = "latest") -> Chosen | None:
+    """The latest or best checkpoint that is whole; None where there is none at all.
+
+    A damaged latest is passed over for the one before it; a damaged best is not replaced, because no other is the best.
+
+    Raises:
+        RunError: checkpoints are there and none of them is whole.
+    """
+    place, index = home(folder), read_index(folder)
+    entries = index["checkpoints"]
+    order = [index["best"]] if which == "best" else [index[role] for role in ("latest", "previous")]
+    if which != "best":
+        order += sorted((index[role] for role in ("best", "epoch") if index[role]), key=lambda n: -entries[n]["step"])
+    damaged = []
+    for name in dict.fromkeys(name for name in order if name):
+        fault = _fault(place / name, entries[name]["files"])
+        if fault is None:
+            return Chosen(place / name, tuple(entries[name]["files"]), tuple(damaged))
+        damaged.append(f"{name}/{fault}")
+    if damaged:
+        raise RunError(f"{place}: no whole checkpoint ({'; '.join(damaged)}) -> start the run anew")
+    return None
+
+
+def _fault(path: Path, files: dict[str, dict]) -> str | None:
+    """The first thing wrong with a checkpoint's files; sizes first, because they cost nothing."""
+    for name, entry in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (path / name).stat().st_size != entry["bytes"]:
+            return f"{name} has {(path / name).stat().st_size} bytes of {entry['bytes']}"
+    for name, entry in files.items():
+        if digest(path / name) != entry:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def is_there(folder: Path | str, step: int | None = None) -> bool:
+    """Whether a checkpoint is there with all its files in their full length, of a certain step if one is given."""
+    try:
+        index = read_index(folder)
+    except RunError:
+        return False
+    for name in _named(index):
+        entry = index["checkpoints"][name]
+        paths = {home(folder) / name / file: digest["bytes"] for file, digest in entry["files"].items()}
+        whole = all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+        if whole and step in (None, entry["step"]):
+            return True
+    return False

@@ -1,0 +1,143 @@
+"""How a launch of the workers ended, and why, in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from upsnb.errors import OutOfMemory
+from upsnb.runs import checkpoint_index, runfolder
+
+# Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
+# and torchrun terminates those that are left.
+OWN_DEATHS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+MESSAGE_LENGTH = 300
+RELAUNCH = "relaunch"  # event with which workers end that are to be launched again
+SUMMARY_ENTRY = re.compile(
+    r"time +: (?P<time>\S+)\n.*?\n? *rank +: (?P<rank>\d+) \(local_rank: \d+\)\n +exitcode +: (?P<code>-?\d+) "
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a launch."""
+
+    status: str  # finished, failed, or relaunching: the workers ended so that they are launched with other settings
+    cause: str | None = None  # of a failure, one sentence
+    reason: str | None = None  # of a finished run, from its end event
+    exit_code: int | None = None  # torchrun's
+    crashed: bool = False  # a relaunch from the last checkpoint may help
+    hung: bool = False  # the supervisor ended it, because a rank stood still
+    relaunch: dict | None = None  # the workers' own `relaunch` event: settings and revision
+    out_of_memory: bool = False  # in a step: a relaunch with smaller microbatches may help
+
+
+def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
+    """The verdict on workers that have all ended.
+
+    Args:
+        exit_code: torchrun's; negative for a signal.
+        log_start: where this launch's output begins in worker.log.
+    """
+    if exit_code == 0:
+        end = _end_event(folder)
+        if end is None:
+            return Verdict("failed", "all ranks ended with exit code 0 but wrote no end event", None, 0)
+        if not has_checkpoint(folder, end["step"]):
+            return Verdict("failed", "all ranks ended with exit code 0 but left no checkpoint", None, 0)
+        if end["kind"] == RELAUNCH:
+            return Verdict("relaunching", None, None, 0, relaunch=end)
+        return Verdict("finished", None, end.get("reason"), 0)
+    failures = read_failures(folder)
+    full = [failure for failure in failures if failure["disk_full"]]
+    if full or shutil.disk_usage(folder).free < 1 << 16:
+        who = f" ({_describe(full[0])})" if full else ""
+        return Verdict("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
+    starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)
+    cause = _cause(folder, exit_code, log_start, failures)
+    return Verdict("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
+
+
+def _cause(folder: Path, exit_code: int, log_start: int, failures: list[dict]) -> str:
+    """The first thing that went wrong; other ranks fail as well once their peer is gone."""
+    entries = summary(runfolder.log_tail(folder, 1 << 16, log_start))
+    # A rank that torchrun has to kill 30 s after another failed is no cause.
+    first = [entry for entry in entries if entry["time"] - entries[0]["time"] <= 2]
+    for entry in first:
+        if -entry["code"] in OWN_DEATHS:
+            return _killed(folder, entry)
+    if failures:
+        return _describe(failures[0])
+    if first and first[0]["code"] < 0:
+        return _killed(folder, first[0])
+    if first:
+        return f"rank {first[0]['rank']} ended with exit code {first[0]['code']}{_at_step(folder, first[0]['rank'])}"
+    if exit_code < 0:
+        return f"torchrun was killed by {_signal_name(-exit_code)}"
+    return f"torchrun ended with exit code {exit_code}, see {runfolder.LOG}"
+
+
+def summary(log: str) -> list[dict]:
+    """Failed ranks from torchrun's closing summary, the first failure first: rank, code, time."""
+    report = log.rpartition("ChildFailedError")[2]
+    entries = [
+        {
+            "rank": int(match["rank"]),
+            "code": int(match["code"]),
+            "time": datetime.strptime(match["time"], "%Y-%m-%d_%H:%M:%S").timestamp(),
+        }
+        for match in SUMMARY_ENTRY.finditer(report)
+    ]
+    # torchrun prints its root cause last, and its times are whole seconds.
+    return sorted(entries[-1:] + entries[:-1], key=lambda entry: entry["time"])
+
+
+def read_failures(folder: Path) -> list[dict]:
+    """What failing ranks wrote down, the earliest first."""
+    failures = []
+    for path in folder.glob("failure.rank*.json"):
+        with contextlib.suppress(ValueError):
+            failures.append(json.loads(path.read_text()))
+    return sorted(failures, key=lambda failure: failure["time"])
+
+
+def has_checkpoint(folder: Path, step: int | None = None) -> bool:
+    """Whether a checkpoint is there with all its files: any to continue from, or that of the step a run ended at."""
+    return checkpoint_index.is_there(folder, step)
+
+
+def _end_event(folder: Path) -> dict | None:
+    """The end or relaunch event of the last segment; those of earlier segments say nothing about it."""
+    last = runfolder.read_events(folder, ("segment", "end", RELAUNCH))[-1:]
+    return last[0] if last and last[0]["kind"] != "segment" else None
+
+
+def _describe(failure: dict) -> str:
+    where = "before its first step" if failure["step"] is None else f"at step {failure['step']}"
+    message = " ".join(failure["message"].split())
+    if len(message) > MESSAGE_LENGTH:
+        message = message[: MESSAGE_LENGTH - 3] + "..."
+    return f"rank {failure['rank']} raised {failure['type']} {where}: {message}".removesuffix(": ")
+
+
+def _killed(folder: Path, entry: dict) -> str:
+    name = _signal_name(-entry["code"])
+    guess = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"rank {entry['rank']} was killed by {name}{guess}{_at_step(folder, entry['rank'])}"
+
+
+def _at_step(folder: Path, rank: int) -> str:
+    beat = runfolder.read_heartbeats(folder).get(rank)
+    return f" at step {beat['step']}" if beat and beat["beats"] else " before its first step"
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

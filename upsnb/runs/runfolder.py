@@ -1,0 +1,317 @@
+"""The run folder: the only wire between notebook, supervisor, workers and reports. Every file in it is plain text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from upsnb import config as configs
+from upsnb.config import RunConfig
+from upsnb.errors import RunError
+from upsnb.runs.events import EventWriter as EventWriter  # so that this module is all a worker needs
+from upsnb.runs.events import Heartbeat as Heartbeat
+from upsnb.runs.events import Tail as Tail
+from upsnb.runs.events import read_events as read_events
+from upsnb.runs.events import read_heartbeats
+from upsnb.runs.files import fill_reserve, locked
+from upsnb.runs.files import write_json as write_json
+from upsnb.runs.processes import is_alive
+
+FORMAT = 1  # version of manifest.json and control.json
+CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
+CHECKPOINTS = "checkpoints"
+COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs
+ALIVE = ("starting", "running", "stopping")
+STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
+CHECKPOINT, PROFILE, PAUSE, RESUME = "checkpoint", "profile", "pause", "resume"
+COMMANDS = (STOP, CHECKPOINT, PROFILE, PAUSE, RESUME)
+SETTINGS = "settings"  # entry of `Control.asked` beside the commands: the revision that last asked for settings
+STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
+SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's name in the manifest
+
+
+# -- manifest -----------------------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest as plain data."""
+    try:
+        manifest = json.loads((Path(folder) / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise RunError(f"{folder}: has no {MANIFEST} -> not a run folder") from None
+    except ValueError as error:
+        raise RunError(f"{folder}/{MANIFEST}: not JSON ({error})") from None
+    if manifest.get("format") != FORMAT:
+        raise RunError(f"{folder}/{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
+    return manifest
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch of the workers starts from; the supervisor writes it into the manifest's segment."""
+
+    number: int = 0
+    overlay: dict = field(default_factory=dict)  # on top of config.yaml, dotted keys
+    revision: int = 0  # of control.json, the one that the overlay answers
+    cold_flip: dict | None = None  # the `relaunch` event of a flip that this launch is to carry out
+
+
+def read_launch(folder: Path, number: int) -> Launch:
+    """The launch of a segment; workers that were started without a supervisor take config.yaml as it is."""
+    segments = read_manifest(folder)["segments"]
+    entry = segments[number] if number < len(segments) else {}
+    return Launch(number, entry.get("overlay", {}), entry.get("revision", 0), entry.get("cold_flip"))
+
+
+def update_segment(folder: Path, number: int, **changes) -> None:
+    """Change one segment's entry in the manifest, where it has one; safe beside other writers."""
+    folder = Path(folder)
+    with locked(folder):
+        manifest = read_manifest(folder)
+        if number < len(manifest["segments"]):
+            manifest["segments"][number] |= changes
+            write_json(folder / MANIFEST, manifest)
+
+
+def update_manifest(folder: Path, last_words: bool = False, **changes) -> dict:
+    """Change top-level entries of the manifest; safe beside other writers."""
+    folder = Path(folder)
+    with locked(folder):
+        manifest = {**read_manifest(folder), **changes}
+        write_json(folder / MANIFEST, manifest, last_words)
+    return manifest
+
+
+# -- creation ------------------------------------------------------------------------------------------------------
+
+
+def project_root() -> Path:
+    """The folder that holds `params/` and `notebooks/`: above the working directory, else above the package."""
+    here, package = Path.cwd(), Path(__file__).resolve().parents[2]
+    for folder in (here, *here.parents, package):
+        if (folder / "params").is_dir() and (folder / "notebooks").is_dir():
+            return folder
+    return here
+
+
+def code_revision() -> str:
+    """The git commit of this code, `-dirty` where files differ from it; "unknown" outside a repository."""
+    package = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git(
+            "ls-files", "--error-unmatch", "errors.py"
+        )  # a package installed inside a foreign repository is not its code
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[str, str] | None = None) -> Path:
+    """Make the folder of a new run, or make an ended run's folder ready to be continued (`checkpoint.resume`).
+
+    Args:
+        skipped: phases that were asked for and left out of `config`, and why.
+    """
+    from upsnb import hardware  # here, because it loads torch and readers of a run need none
+
+    folder = new_folder(config.logging.name, config.logging.root) if folder is None else Path(folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    segments: list[dict] = []
+    if (folder / MANIFEST).exists():
+        segments = _release(folder, config)
+    (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    fill_reserve(folder)
+    configs.save(config, folder / CONFIG)
+    manifest = {
+        "format": FORMAT,
+        "status": "starting",
+        "cause": None,  # one sentence, once the run has failed
+        "end_reason": None,  # of a finished run, from its end event
+        "created": time.time(),
+        "code_revision": code_revision(),
+        "versions": hardware.versions(),
+        "hardware": hardware.detect().as_dict(),
+        "host": socket.gethostname(),
+        "seeds": {
+            "training": config.training.seed,
+            "data": {name: dataset.generate.seed for name, dataset in config.data.datasets.items()},
+        },
+        "segments": segments,  # one per launch of the workers
+        "phases_skipped": skipped or {},  # phase: why
+        # what the run does now: the last revision of control.json that was answered, and the difference from
+        # config.yaml that is in force since; a refused revision is answered and leaves the overlay as it was
+        "applied": {"revision": read_control(folder).revision, "overlay": {}},
+        "supervisor": None,  # process that watches over the run
+    }
+    write_json(folder / MANIFEST, manifest)
+    return folder
+
+
+def new_folder(name: str, root: str = "outputs") -> Path:
+    """A folder of its own for a run or a report, named after the time; made at once, so that no other takes it.
+
+    Args:
+        root: relative to the project.
+    """
+    root = project_root() / root
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for count in range(1, 1000):
+        folder = root / (stem if count == 1 else f"{stem}-{count}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise RunError(f"{root}/{stem}: and 999 more exist -> choose another logging.name")
+
+
+def _release(folder: Path, config: RunConfig) -> list[dict]:
+    """Check that an ended run may be continued and drop its old requests; its segments so far."""
+    status, _ = state(folder)
+    if status in ALIVE:
+        raise RunError(f"{folder}: its run is {status} -> attach to it, or stop it first")
+    if not config.checkpoint.resume:
+        raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
+    segments = read_manifest(folder)["segments"]
+    shutil.copy(folder / CONFIG, folder / f"config.segment{max(len(segments) - 1, 0)}.yaml")
+    if (folder / CONTROL).exists():  # a stop or a flip asked of the old segment is not asked of the next
+        revision = read_control(folder).revision + 1
+        write_json(folder / CONTROL, {"format": FORMAT, "revision": revision, "overlay": {}})
+    return segments
+
+
+# -- control -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Control:
+    """What is asked of a run: a difference from its config.yaml, and perhaps a command."""
+
+    revision: int = 0  # grows with every request
+    overlay: dict = field(default_factory=dict)  # dotted setting: value; the whole desired difference
+    command: str | None = None  # what this revision asks for beside settings: one of COMMANDS
+    # command, or SETTINGS: revision that last asked for it; nothing gets lost when a second request comes before the
+    # run has read the first
+    asked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run is asked to end."""
+        return STOP in self.asked
+
+    @property
+    def paused(self) -> bool:
+        """Whether the run is asked to wait: a state and no event, so that a relaunched run waits as well."""
+        return self.asked.get(PAUSE, 0) > self.asked.get(RESUME, 0)
+
+
+def read_control(folder: Path | str) -> Control:
+    """What is asked of the run now; cheap enough (30 microseconds) for every step boundary of rank 0."""
+    path = Path(folder) / CONTROL
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return Control()
+    except ValueError as error:
+        raise RunError(f"{path}: not JSON ({error})") from None
+    if values.get("format") != FORMAT:
+        raise RunError(f"{path}: format {values.get('format')!r}, this version reads {FORMAT}")
+    revision, command, asked = values["revision"], values.get("command"), dict(values.get("asked", {}))
+    by_hand = revision > max(asked.values(), default=0)
+    if by_hand:
+        asked[SETTINGS] = revision
+    if command and (by_hand or command not in asked):
+        asked[command] = revision
+    return Control(revision, values["overlay"], command, asked)
+
+
+def write_control(
+    folder: Path | str, overlay: dict | Callable[[dict], dict] | None, command: str | None = None
+) -> Control:
+    """Ask something of the run; the file is replaced in one step and its revision grows by 1.
+
+    Args:
+        overlay: the whole desired difference from config.yaml, dotted keys; None leaves it as it is. A function makes
+            it from the one that stands (`standing_overlay`), and no other request comes in between.
+        command: rides along with this revision; "stop" stays.
+    """
+    folder = Path(folder)
+    with locked(folder):  # two panels that click at once must not write the same revision, nor lose a setting
+        old = read_control(folder)
+        if callable(overlay):
+            overlay = overlay(standing_overlay(folder, old))
+        revision, asked = old.revision + 1, dict(old.asked)
+        if overlay is not None or command is None:
+            asked[SETTINGS] = revision
+        if command and not old.stop:
+            asked[command] = revision
+        command = STOP if old.stop else command  # a click just after it must not undo a stop
+        new = Control(revision, dict(old.overlay if overlay is None else overlay), command, asked)
+        value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay, "asked": asked}
+        write_json(folder / CONTROL, {**value, "command": command} if command else value)
+    return new
+
+
+def standing_overlay(folder: Path, control: Control) -> dict:
+    """What the next request is put on top of: the request that still waits for its answer, else what is in force.
+
+    A setting that was refused is in neither, or it would have every later request refused with it.
+    """
+    applied = read_manifest(folder).get("applied", {"revision": 0, "overlay": {}})
+    return control.overlay if control.asked.get(SETTINGS, 0) > applied["revision"] else applied["overlay"]
+
+
+# -- state ---------------------------------------------------------------------------------------------------------
+
+
+def state(folder: Path, process: subprocess.Popen | None = None) -> tuple[str, str | None]:
+    """One of starting, running, stopping, finished, failed, died; and why it failed or died, in one sentence.
+
+    Args:
+        process: the supervisor, where this process started it.
+    """
+    for _ in range(2):  # twice: it may have ended between reading its status and looking for its process
+        manifest = read_manifest(folder)
+        if manifest["status"] not in ALIVE or _is_supervised(folder, manifest, process):
+            return manifest["status"], manifest["cause"]
+    steps = [beat["step"] for beat in read_heartbeats(folder).values() if beat["beats"]]
+    where = f"at about step {max(steps)}" if steps else "before its first step"
+    code = process.poll() if process else None
+    how = f" (exit code {code})" if code is not None else ""
+    return (
+        "died",
+        f"its supervisor was killed or the machine restarted{how} while the run was {manifest['status']}, {where}",
+    )
+
+
+def _is_supervised(folder: Path, manifest: dict, process: subprocess.Popen | None) -> bool:
+    if process is not None:
+        return process.poll() is None
+    if manifest["host"] != socket.gethostname():  # its processes cannot be seen from here, its files can
+        newest = max(path.stat().st_mtime for path in (folder, *folder.glob("heartbeat.rank*")))
+        timeout_s = configs.load(folder / CONFIG).training.stall_timeout_s
+        return time.time() - newest < max(SUPERVISOR_GRACE_S, timeout_s)
+    if manifest["supervisor"] is None:
+        return time.time() - manifest["created"] < SUPERVISOR_GRACE_S
+    return is_alive(manifest["supervisor"])
+
+
+def log_tail(folder: Path, num_lines: int, from_byte: int = 0) -> str:
+    """Last lines of worker.log, of those after `from_byte`."""
+    try:
+        with open(folder / LOG, "rb") as file:
+            file.seek(max(from_byte, os.fstat(file.fileno()).st_size - (1 << 16)))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+    except FileNotFoundError:
+        return ""

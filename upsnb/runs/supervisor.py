@@ -1,0 +1,345 @@
+"""Watches over one run: starts torchrun, relaunches after a crash, and makes the manifest end honest.
+
+`python -m upsnb.runs.supervisor <folder> [--attached] [--worker PATH]`; the exit code is 0 only for a finished run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from upsnb import config as configs
+from upsnb import overlays
+from upsnb.runs import files, postmortem, recovery, runfolder
+from upsnb.runs.postmortem import Verdict
+from upsnb.runs.processes import MARK, SEGMENT, kill_marked, marked, process_identity
+
+POLL_S = 0.1
+TORCHRUN_LOGS = ".torchrun"  # per-rank output that torchrun copies, with the rank's name, to worker.log
+STACKS_S = 1.0  # time for hung ranks to write down where they stand
+NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicator is made, so only a launch can set it
+    "NCCL_NSOCKS_PERTHREAD": "4",
+    "NCCL_SOCKET_NTHREADS": "2",
+    "NCCL_MIN_NCHANNELS": "4",
+    "NCCL_P2P_DISABLE": "0",
+    "NCCL_IB_DISABLE": "0",
+}
+# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
+KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
+
+
+class Supervisor:
+    """One run, from its first launch to its last status."""
+
+    def __init__(self, folder: Path, worker: Path | None = None):
+        self.folder, self.worker = folder, worker
+        self.base = self.config = configs.load(folder / runfolder.CONFIG)  # the second with what was changed since
+        self.identity = process_identity(os.getpid())
+        self.parent_gone = threading.Event()
+        self.terminations = 0  # SIGTERM and SIGINT so far
+        self.status = "starting"
+
+    # -- from outside --------------------------------------------------------------------------------------------
+
+    def listen(self, attached: bool) -> None:
+        """React to signals, and to the end of the process that started an attached run."""
+
+        def count(*_) -> None:
+            self.terminations += 1
+
+        signal.signal(signal.SIGTERM, count)
+        signal.signal(signal.SIGINT, count)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal does not end a run
+        if attached:
+            threading.Thread(target=self._read_until_closed, daemon=True).start()
+
+    def _read_until_closed(self) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        self.parent_gone.set()
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Supervise to the end; returns the exit code."""
+        runfolder.update_manifest(self.folder, supervisor=self.identity)
+        try:
+            end = self._launch_until_done()
+        except BaseException as error:
+            end = Verdict("failed", f"the supervisor itself raised {type(error).__name__}: {error}")
+            raise
+        finally:
+            kill_marked(self.identity)
+            shutil.rmtree(self.folder / TORCHRUN_LOGS, ignore_errors=True)
+            self._close_segment(end)
+        return 0 if end.status == "finished" else 1
+
+    def _launch_until_done(self) -> Verdict:
+        restarts, flip = 0, None  # flip: the `relaunch` event of a cold flip that this launch is to carry out
+        while True:
+            end = self._segment(restarts, flip)
+            unanswered = (
+                flip is not None and runfolder.read_manifest(self.folder)["applied"]["revision"] < flip["revision"]
+            )
+            if end.relaunch is None and unanswered and (end.crashed or end.hung):
+                self._close_segment(end, status="starting")
+                self._roll_back(flip, end)
+                flip = None
+                continue
+            flip = end.relaunch
+            shrinks = end.out_of_memory and not self._stop_asked() and self._shrink(end.cause)
+            if flip is None and not shrinks:  # one that asks for less is no restart: it ends at single pairs
+                may_continue = end.crashed and not self._stop_asked() and postmortem.has_checkpoint(self.folder)
+                if not may_continue or restarts >= self.config.training.max_restarts:
+                    return end
+                restarts += 1
+            self._close_segment(end, status="starting")
+
+    def _roll_back(self, flip: dict, end: Verdict) -> None:
+        """Answer a cold flip whose workers failed before they had done a step; the next launch is without it."""
+        applied = runfolder.read_manifest(self.folder)["applied"]["overlay"]
+        runfolder.update_manifest(self.folder, applied={"revision": flip["revision"], "overlay": applied})
+        events = runfolder.EventWriter(self.folder)
+        events.write(
+            "flip",
+            flip["step"],
+            revision=flip["revision"],
+            applied=False,
+            reason=f"the relaunch failed, so the run goes on without it: {end.cause}",
+            changes={},
+            phases={},
+            phases_on=flip["phases_on"],
+            skipped={},
+            overlay=applied,
+            cold=True,
+            duration_ms=round(1e3 * (time.time() - flip["since"]), 3),
+        )
+        events.close()
+
+    def _shrink(self, cause: str) -> bool:
+        return recovery.ask_for_less(self.folder, self.base, self.config, cause, self._last_step())
+
+    def _segment(self, restarts: int, flip: dict | None) -> Verdict:
+        """Launch the workers once and watch them until none is left."""
+        log_start = self._open_segment(restarts, flip)
+        watch = StallWatch(self.config.training.num_gpus, self.config.training.stall_timeout_s)
+        with open(self.folder / runfolder.LOG, "ab") as log:
+            torchrun = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environment()},
+                start_new_session=True,  # a SIGTERM for the supervisor's group must leave the workers time to save
+            )
+        stop_deadline = None
+        while torchrun.poll() is None:
+            time.sleep(POLL_S)
+            beats = runfolder.read_heartbeats(self.folder)
+            if self.status == "starting" and any(beat["beats"] for beat in beats.values()):
+                self._say("running")
+            if self.terminations and not self._stop_asked():
+                runfolder.write_control(self.folder, None, runfolder.STOP)
+            if self.status != "stopping" and self._stop_asked():
+                self._say("stopping")
+                stop_deadline = stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
+            forced = self._reason_to_kill(stop_deadline)
+            hung = None if forced else watch.stalled(beats, time.monotonic())
+            if hung:
+                self._ask_for_stacks(beats)
+            if forced or hung:
+                self._kill(torchrun, beats)
+                return Verdict("failed", forced or hung, exit_code=torchrun.wait(), hung=hung is not None)
+        kill_marked(self.identity)  # loaders and threads of ranks that died without a word
+        return postmortem.judge(self.folder, torchrun.returncode, log_start)
+
+    def _reason_to_kill(self, stop_deadline: float | None) -> str | None:
+        if self.parent_gone.is_set():
+            return "the process that started this run is gone, and an attached run ends with it"
+        if self.terminations > 1:
+            return "it was told to end at once by a second signal"
+        if stop_deadline is not None and time.monotonic() > stop_deadline:
+            waited = self.config.training.stall_timeout_s
+            return f"it was asked to stop and its workers had not ended {waited:g} s later"
+        return None
+
+    def _stop_asked(self) -> bool:
+        return runfolder.read_control(self.folder).stop
+
+    def _ask_for_stacks(self, beats: dict[int, dict]) -> None:
+        """Let every rank write its stacks to the log; only ranks, because the signal would end torchrun."""
+        alive = set(marked(self.identity))
+        for beat in beats.values():
+            if beat["pid"] in alive:
+                os.kill(beat["pid"], signal.SIGUSR1)
+        time.sleep(STACKS_S)
+
+    def _kill(self, torchrun: subprocess.Popen, beats: dict[int, dict]) -> None:
+        torchrun.kill()
+        for _ in range(2):  # twice: one may have been starting another
+            kill_marked(self.identity)
+        if not Path("/proc").is_dir():  # macOS shows no environments; heartbeats name the ranks of this segment
+            for beat in beats.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat["pid"], signal.SIGKILL)
+
+    # -- launch --------------------------------------------------------------------------------------------------
+
+    def _command(self) -> list[str]:
+        target = ["-m", "upsnb.worker"] if self.worker is None else [str(self.worker)]
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self.config.training.num_gpus)),
+            *("--tee", "3", "--redirects", "0", "--log-dir", str(self.folder / TORCHRUN_LOGS)),
+            *target,
+            str(self.folder),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **self._nccl_environment()[0],
+            MARK: self.identity,
+            SEGMENT: str(len(runfolder.read_manifest(self.folder)["segments"]) - 1),
+            "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
+            # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **{name: os.environ.get(name, value) for name, value in KEEP_FREED_PAGES.items()},
+            # Beside the runs, because torch's own place is gone with /tmp: the second run compiles nothing anew.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+                "TORCHINDUCTOR_CACHE_DIR", str(self.folder.parent / runfolder.COMPILE_CACHE)
+            ),
+        }
+
+    def _nccl_environment(self) -> tuple[dict[str, str], list[str]]:
+        """NCCL's variables as the workers get them, and those in which the user's own won over training.nccl_tuning."""
+        own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        if not self.config.training.nccl_tuning:
+            return own, []
+        return {**NCCL_TUNING, **own}, sorted(own.keys() & NCCL_TUNING.keys())
+
+    # -- manifest ------------------------------------------------------------------------------------------------
+
+    def _say(self, status: str) -> None:
+        """Note a status on the way; on a full disk later or never, because the reserve is for the last one."""
+        with contextlib.suppress(OSError):
+            runfolder.update_manifest(self.folder, status=status)
+            self.status = status
+
+    def _last_step(self) -> int:
+        steps = [beat["step"] for beat in runfolder.read_heartbeats(self.folder).values() if beat["beats"]]
+        return max(steps, default=0)
+
+    def _open_segment(self, restarts: int, flip: dict | None) -> int:
+        """Begin a segment in manifest and events; returns where its output will begin in worker.log.
+
+        It starts from config.yaml and what was changed since, by a cold flip's request or as it was applied last: a
+        relaunch loses no flip, and makes none twice.
+        """
+        step = self._last_step()
+        for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
+            for path in self.folder.glob(pattern):
+                path.unlink()
+        files.fill_reserve(self.folder)
+        manifest = runfolder.read_manifest(self.folder)
+        segments, start = manifest["segments"], flip or manifest["applied"]
+        self.config = overlays.apply(self.base, start["overlay"], "the run's changed config")
+        environment, kept = self._nccl_environment()
+        segment = {
+            "number": len(segments),
+            "started": time.time(),
+            "restarts": restarts,  # after crashes, so far
+            "step": step,
+            "overlay": start["overlay"],  # on top of config.yaml
+            "revision": start["revision"],  # of control.json, which the overlay answers
+            "cold_flip": flip,  # the event that asked for this launch
+            "num_ranks": self.config.training.num_gpus,
+            "environment": environment,  # NCCL's variables; the workers add what they see
+            "environment_kept": kept,  # variables of the user that won over training.nccl_tuning
+        }
+        events = runfolder.EventWriter(self.folder)  # rank 0 is not there yet, so this process may write its file
+        events.write("segment", segment["step"], number=segment["number"], num_ranks=self.config.training.num_gpus)
+        events.close()
+        self.status = "starting"
+        runfolder.update_manifest(self.folder, status=self.status, segments=[*segments, segment])
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / runfolder.LOG).stat().st_size
+        return 0
+
+    def _close_segment(self, end: Verdict, status: str | None = None) -> None:
+        segments = runfolder.read_manifest(self.folder)["segments"]
+        outcome = {"ended": time.time(), "status": end.status, "exit_code": end.exit_code, "cause": end.cause}
+        if segments and "ended" not in segments[-1]:
+            segments[-1] |= {**outcome, "failures": postmortem.read_failures(self.folder)}
+        runfolder.update_manifest(
+            self.folder,
+            last_words=True,
+            status=status or end.status,
+            cause=None if status else end.cause,
+            end_reason=end.reason,
+            segments=segments,
+        )
+
+
+class StallWatch:
+    """Tells a hung rank by heartbeats that stand still, on this process's own clock.
+
+    Not by the time inside a heartbeat: a suspended laptop wakes with a clock hours ahead and must not lose its run.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float):
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        self.startup_s = max(timeout_s, runfolder.STARTUP_ALLOWANCE_S)
+        started = time.monotonic()
+        self.seen: dict[int, tuple] = dict.fromkeys(range(num_ranks), (None, started))
+
+    def stalled(self, beats: dict[int, dict], now: float) -> str | None:
+        """Which ranks hang and since which step, in one sentence; None while all go on."""
+        hung = []
+        done = [rank for rank, beat in beats.items() if beat["state"] == "done"]
+        for rank in range(self.num_ranks):
+            beat = beats.get(rank)
+            key = beat and (beat["step"], beat["beats"], beat["state"])
+            if key != self.seen[rank][0]:
+                self.seen[rank] = (key, now)
+            stepped = beat is not None and beat["step"] > beat["first"]
+            # A rank that has ended well waits for the others, and is to exit once they have ended too.
+            waits = rank in done and len(done) < self.num_ranks
+            since = max(time for _, time in self.seen.values()) if rank in done else self.seen[rank][1]
+            if now - since > (self.timeout_s if stepped else self.startup_s) and not waits:
+                hung.append(rank)
+        if not hung:
+            return None
+        progress = {rank: (beats[rank]["step"], beats[rank]["beats"]) if rank in beats else (-1, 0) for rank in hung}
+        last = [rank for rank in hung if progress[rank] == min(progress.values())]
+        step = min(progress.values())[0]
+        where = (
+            f"at step {step}" if step >= 0 else "before its first step" if len(last) == 1 else "before their first step"
+        )
+        names = f"rank {last[0]}" if len(last) == 1 else f"ranks {', '.join(map(str, last))}"
+        silent = now - min(self.seen[rank][1] for rank in last)
+        return f"{names} hung {where}: no heartbeat for {silent:.0f} s (stacks are in {runfolder.LOG})"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Supervise one run folder."""
+    parser = argparse.ArgumentParser(prog="python -m upsnb.runs.supervisor", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="run folder as runfolder.create made it")
+    parser.add_argument("--attached", action="store_true", help="end the run when standard input closes")
+    parser.add_argument("--worker", type=Path, help="script to run on every rank instead of upsnb.worker")
+    options = parser.parse_args(arguments)
+    supervisor = Supervisor(options.folder.absolute(), options.worker and options.worker.absolute())
+    supervisor.listen(options.attached)
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

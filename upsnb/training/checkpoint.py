@@ -1,0 +1,314 @@
+"""Checkpoints: the whole state of training in one format whatever was on, never half-written, checked before use.
+
+Tensors go to torch.distributed.checkpoint's files (`shards`), everything else to one plain `state.json`; the index
+beside them (`rotation`) says what is whole and what is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from upsnb.errors import RunError
+from upsnb.runs import checkpoint_index
+from upsnb.runs.events import EventWriter
+from upsnb.runs.runfolder import CHECKPOINTS, STARTUP_ALLOWANCE_S
+from upsnb.training import checkpoint_shards, parallel
+from upsnb.training.parallel import Ranks
+
+FORMAT = checkpoint_index.FORMAT
+STATE = "state.json"
+WATCH_INTERVAL_S = 1.0
+Allocate = Callable[[tuple[str, ...], torch.Size, torch.dtype], "Tensor | None"]
+
+
+# -- saving --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One checkpoint on its way to the disk."""
+
+    step: int
+    text: str  # of state.json, as it was when the save was asked for
+    roles: tuple[str, ...]
+    budget_gb: float
+    revision: int | None
+    started: float
+    upload: Future | None = None  # None: the shards are written already
+    stall_s: float = 0.0  # how long training waited for an asynchronous save
+
+
+class Saver:
+    """Writes the checkpoints of one launch, at most one at a time; all ranks enter every method.
+
+    A synchronous save returns once the checkpoint is in its place. An asynchronous one returns once the state is copied
+    to host memory; writing, hashing and rotation happen on a thread and over a process group of their own, and an error
+    in there comes out of the next `poll`, `save` or `wait`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        events: EventWriter,
+        beat: Callable[[], None] = lambda: None,
+        stall_timeout_s: float = 600.0,
+    ):
+        """
+        Args:
+            beat: says that this rank lives; called from another thread while a save blocks and makes progress.
+            stall_timeout_s: a rank without progress for so long is hung; ranks wait longer for each other [s].
+        """
+        self.folder, self.ranks, self.events, self.beat = folder, ranks, events, beat
+        self.last: str | None = None  # name of the checkpoint that training came from or wrote last
+        # Its own, because messages of two threads in one group would meet in a different order on each rank.
+        self.group = parallel.new_gloo_group(STARTUP_ALLOWANCE_S + 2 * stall_timeout_s)
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.in_flight: Future | None = None
+        self.stager = None
+        self.hashed = 0  # bytes, as a sign of life
+        if ranks.rank == 0:
+            checkpoint_index.prepare(folder)
+        parallel.barrier(ranks)
+
+    def save(
+        self,
+        state: dict,
+        roles: tuple[str, ...] = (),
+        asynchronous: bool = False,
+        budget_gb: float = math.inf,
+        revision: int | None = None,
+    ) -> None:
+        """Write a state; the `checkpoint` event of rank 0 tells when it is in its place.
+
+        Args:
+            state: nested dicts of tensors and plain data, with `step`. Names of tensors may differ between ranks, plain
+                data is rank 0's.
+            roles: what it is beside the latest: "best", "epoch".
+            budget_gb: disk space for all checkpoints [GB].
+            revision: of control.json that asked for it, for the event.
+        Raises:
+            OSError: the disk is full or not writable; earlier checkpoints stay as they are.
+        """
+        started = time.perf_counter()
+        self.wait()
+        tensors, plain = checkpoint_shards.split(state)
+        text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
+        step = state["step"]
+        written = checkpoint_index.temporary(self.folder, step)
+        save = (step, text, tuple(roles), budget_gb, revision, started)
+        if asynchronous:
+            self.stager = self.stager or checkpoint_shards.make_stager(self.ranks.device)
+            upload = checkpoint_shards.write_later(tensors, written, self.group, self.stager)
+            stall_s = time.perf_counter() - started
+            self.in_flight = self.thread.submit(self._finish, _Save(*save, upload, stall_s))
+            return
+        self._close_stager()
+        with self._alive(written):
+            try:
+                checkpoint_shards.write(tensors, written, self.group)
+            except BaseException:
+                self._clean_up(step)
+                raise
+            self._finish(_Save(*save))
+        parallel.barrier(self.ranks)
+
+    def poll(self) -> None:
+        """Raise what went wrong in the background, if anything has; never waits."""
+        if self.in_flight is not None and self.in_flight.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more, and raise what went wrong."""
+        if self.in_flight is None:
+            return
+        in_flight, self.in_flight = self.in_flight, None
+        with self._alive(checkpoint_index.home(self.folder)):
+            in_flight.result()
+
+    def close(self) -> None:
+        """Wait, and give host memory and thread back."""
+        self.wait()
+        self._close_stager()
+        self.thread.shutdown()
+
+    def _close_stager(self) -> None:
+        if self.stager is not None:
+            self.stager.close()
+            self.stager = None
+
+    # -- after the shards ---------------------------------------------------------------------------------------------
+
+    def _finish(self, save: _Save) -> None:
+        """Hash this rank's shards; on rank 0 put the checkpoint in its place. On a thread if in the background."""
+        try:
+            if save.upload is not None:
+                save.upload.result()
+            written = checkpoint_index.temporary(self.folder, save.step)
+            own = written.glob(f"__{self.ranks.rank}_*")
+            digests = {path.name: checkpoint_index.digest(path, self._count) for path in sorted(own)}
+            for rank, other in enumerate(self._gather(digests)):
+                missing = [name for name in other if not (written / name).is_file()]
+                if missing and self.ranks.rank == 0:  # alone, because once it has seen all it moves them
+                    raise RunError(
+                        f"{written / missing[0]}: rank {rank} wrote it and rank 0 does not see it -> "
+                        "put the run folder on a disk that all machines share"
+                    )
+                digests |= other
+            if self.ranks.rank == 0:
+                self._commit(save, written, digests)
+        except BaseException as error:
+            self._clean_up(save.step)
+            failure = checkpoint_shards.first_failure(error)
+            if failure is error:
+                raise
+            raise failure from error
+
+    def _commit(self, save: _Save, written: Path, digests: dict[str, dict]) -> None:
+        with open(written / STATE, "w") as file:
+            file.write(save.text)
+            file.flush()
+            os.fsync(file.fileno())
+        own = (checkpoint_shards.METADATA, STATE)
+        files = digests | {name: checkpoint_index.digest(written / name) for name in own}
+        path = checkpoint_index.commit(self.folder, save.step, files, save.roles, save.budget_gb, self.last)
+        self.last = path.name
+        now = time.perf_counter()
+        background = save.upload is not None
+        self.events.write(
+            "checkpoint",
+            save.step,
+            path=f"{CHECKPOINTS}/{path.name}",
+            best="best" in save.roles,
+            epoch_end="epoch" in save.roles,
+            revision=save.revision,
+            asynchronous=background,
+            stall_s=round(save.stall_s if background else now - save.started, 4),
+            save_s=round(now - save.started, 4),
+            size_mib=round(checkpoint_index.num_bytes(files) / 2**20, 3),
+        )
+
+    def _gather(self, value) -> list:
+        if self.ranks.world_size == 1:
+            return [value]
+        values = [None] * self.ranks.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _clean_up(self, step: int) -> None:
+        """Give the disk space of a failed save back, so that the end of the run can be written down."""
+        if self.ranks.rank == 0:
+            checkpoint_index.discard(self.folder, step)
+
+    # -- signs of life ------------------------------------------------------------------------------------------------
+
+    def _count(self, num_bytes: int) -> None:
+        self.hashed += num_bytes
+
+    @contextlib.contextmanager
+    def _alive(self, written: Path) -> Iterator[None]:
+        """Beat while bytes are written or hashed; a disk that hangs is silent and is found by the supervisor."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            before = None
+            while not ended.wait(WATCH_INTERVAL_S):
+                now = self.hashed, _bytes_below(written)
+                if now != before:
+                    self.beat()
+                before = now
+
+        watcher = threading.Thread(target=watch, name="checkpoint-heartbeat", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def _bytes_below(folder: Path) -> int:
+    """Size of all files that are there right now; others may come and go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+
+def load(
+    folder: Path | str,
+    which: str = "latest",
+    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
+    allocate: Allocate | None = None,
+) -> dict | None:
+    """The latest or best state that is whole, nested as it was saved; None where there is no checkpoint at all.
+
+    Added are `name`, which checkpoint it is, and `passed_over`, what is wrong with those that should have come first.
+
+    Args:
+        device: where tensors go, in one piece each; unless `allocate` says otherwise.
+        ranks: enter together, rank 0 chooses; None: this process reads for itself, whatever wrote the checkpoint.
+        allocate: (path in the nest, shape, dtype) to the tensor to fill, which may be a DTensor; None leaves it out.
+    Raises:
+        RunError: no checkpoint is whole, or one holds something else than tensors; nothing in it was executed.
+    """
+    together = ranks is not None and ranks.world_size > 1
+    chosen, problem = None, None
+    if not together or ranks.rank == 0:
+        try:
+            chosen = checkpoint_index.choose(folder, which)
+        except RunError as error:
+            problem = str(error)
+    if together:
+        chosen, problem = parallel.all_gather_objects(ranks, (chosen, problem))[0]
+    if problem is not None:
+        raise RunError(problem)
+    if chosen is None:
+        return None
+
+    def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        if allocate is not None:
+            return allocate(checkpoint_shards.parts(name), shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    group = ranks.control_group if together else None
+    plain = json.loads((chosen.path / STATE).read_text())
+    tensors = checkpoint_shards.read(chosen.path, chosen.files, room, group, alone=not together)
+    state = checkpoint_shards.merge(tensors, plain)
+    return {**state, "name": chosen.path.name, "passed_over": list(chosen.passed_over)}
+
+
+def room_for(model: nn.Module) -> Allocate:
+    """Where the tensors of a checkpoint are read to: sharded as the parameter that their path names, else whole.
+
+    So weights, averages and moments arrive sharded where this model is, whatever they were when they were saved. Whole
+    ones arrive on the host and move on one by one: a device need not hold offloaded moments even once.
+    """
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+    def allocate(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        for part in path:
+            if part in sharded and sharded[part].shape == shape:
+                return torch.empty_like(sharded[part], dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype)
+
+    return allocate

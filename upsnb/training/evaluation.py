@@ -1,0 +1,215 @@
+"""How good the model is: PDEBench's metrics over a whole split, one call and rollout, beside a baseline.
+
+Always in float32: a metric must not depend on how fast the training step was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upsnb.config import EvaluationConfig
+from upsnb.data.batches import invert_square, transform_square
+from upsnb.data.datasets import Dataset
+from upsnb.models.ups import UPS
+from upsnb.training import metrics, parallel
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup, build_model
+
+FORMAT = 1
+
+
+@contextmanager
+def judged_model(setup: Setup) -> Iterator[UPS]:
+    """The model as it is evaluated: averaged weights where they are kept, whole on every rank; all ranks enter.
+
+    Sharded weights are gathered once, in float32, into a model of this rank's own: 0.09 GB for the 21.4 M parameters of
+    the published recipe, freed afterwards. Its calls are no collectives, so ranks may have any number of samples each,
+    and one rank may go on alone.
+    """
+    if setup.ema is not None:
+        setup.ema.swap()
+    try:
+        if not setup.config.training.use_fsdp2:
+            yield setup.model
+            return
+        model = build_model(setup.config, setup.datasets).to(setup.ranks.device)
+        model.load_state_dict(parallel.whole(setup.model.state_dict()))
+        yield model.eval()
+    finally:
+        if setup.ema is not None:
+            setup.ema.swap()
+
+
+@torch.no_grad()
+def evaluate(
+    model: UPS,
+    datasets: dict[str, Dataset],
+    split: str,
+    config: EvaluationConfig,
+    ranks: Ranks,
+    alive: Callable[[], None] = lambda: None,
+    fraction: float = 1.0,
+) -> dict[str, dict]:
+    """Metrics of every dataset on one split; all ranks enter, each takes a share of the samples.
+
+    Args:
+        alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
+        fraction: share of the split's samples that is measured, the same ones each time.
+    Returns:
+        {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
+        "per_sample": {...}, "per_time": {...}}}, the same on every rank.
+    """
+    was_training = model.training
+    model.eval()
+    results = {}
+    for name, dataset in datasets.items():
+        samples = spread(dataset.splits[split], fraction)
+        if len(samples) == 0:
+            continue
+        share = samples[ranks.rank :: ranks.world_size]
+        parts: dict[str, list] = {"model": [], "baseline": [], "rollout": [], "rollout_baseline": []}
+        for start in range(0, len(share), config.samples_per_call):
+            alive()
+            chosen = share[start : start + config.samples_per_call]
+            for kind, forecast, truth, index in _forecasts(model, dataset, chosen, config, ranks.device):
+                parts[kind].append(metrics.sample_statistics(forecast, truth, sample_index=index))
+        gathered = parallel.all_gather_objects(ranks, parts)
+        merged = {kind: [p for rank in gathered for p in rank[kind]] for kind in parts}
+        results[name] = _summary(dataset, samples, merged)
+    model.train(was_training)
+    return results
+
+
+def spread(samples: np.ndarray, fraction: float) -> np.ndarray:
+    """That share of samples, evenly from all over them; one at least, where there are any."""
+    count = min(len(samples), max(1, round(fraction * len(samples))))
+    return samples[(np.arange(count) * len(samples)) // max(count, 1)]
+
+
+def _forecasts(model, dataset, chosen, config, device) -> Iterator[tuple]:
+    """(kind, forecast, truth, sample index) of some samples, in physical units on the CPU."""
+    spec = dataset.spec
+    inputs, targets, parameters = read_samples(dataset, chosen, device)
+    index = torch.from_numpy(chosen)
+    if not spec.time_dependent:
+        forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
+        yield "model", forecast.cpu(), targets.cpu(), index
+        yield "baseline", torch.from_numpy(dataset.training_mean).expand_as(targets), targets.cpu(), index
+        return
+    # one call from every start that leaves no gap and no overlap between forecasts, joined along time
+    starts = range(0, inputs.shape[1] - spec.input_frames - spec.output_frames + 1, spec.output_frames)
+    windows = [inputs[:, first : first + spec.input_frames] for first in starts]
+    forecast = torch.cat([predict(model, dataset, window, parameters) for window in windows], dim=1)
+    persisted = torch.cat([metrics.persistence(window, spec.output_frames) for window in windows], dim=1)
+    truth = inputs[:, spec.input_frames :][:, : forecast.shape[1]]
+    yield "model", forecast.cpu(), truth.cpu(), index
+    yield "baseline", persisted.cpu(), truth.cpu(), index
+    if config.rollout:
+        given, truth = inputs[:, : dataset.given_frames], inputs[:, dataset.given_frames :]
+        forecast = roll_out(model, dataset, given, parameters, truth.shape[1])
+        yield "rollout", forecast.cpu(), truth.cpu(), index
+        yield "rollout_baseline", metrics.persistence(given, truth.shape[1]).cpu(), truth.cpu(), index
+
+
+def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole trajectories: inputs (B, T, C, *grid), targets, parameters (B, P), physical units, on the device."""
+    inputs, targets = dataset.source.read(samples, dataset.frames if dataset.spec.time_dependent else slice(None))
+    parameters = torch.from_numpy(dataset.source.parameters[samples])
+    return tuple(torch.as_tensor(x).to(device) for x in (inputs, targets, parameters))
+
+
+def predict(model: UPS, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
+    """One call, physical units; on request averaged over the eight symmetries of a square problem."""
+    name, dt = dataset.name, dataset.dt
+    if not (symmetry_average and dataset.family.name == "darcy2d"):
+        return model(name, inputs, parameters, dt)
+    total = 0
+    for element in range(8):
+        elements = np.full(len(inputs), element)
+        total = total + invert_square(model(name, transform_square(inputs, elements), parameters, dt), elements)
+    return total / 8
+
+
+def roll_out(model: UPS, dataset: Dataset, given, parameters, num_frames: int) -> Tensor:
+    """Self-fed forecast of `num_frames` frames, physical units."""
+    return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames)
+
+
+def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> dict:
+    spec = dataset.spec
+    size = float(dataset.family.domain[0][1] - dataset.family.domain[0][0])
+    statistics = {kind: metrics.concatenate(parts) for kind, parts in merged.items() if parts}
+    baseline = metrics.baseline_key(not spec.time_dependent)
+    summary = {
+        "num_samples": len(samples),
+        "baseline": metrics.baseline_name(not spec.time_dependent),
+        **metrics.reduce(statistics["model"], size),
+        baseline: metrics.reduce(statistics["baseline"], size)["nrmse_mean"],
+        "per_sample": {"samples": samples.tolist(), "nrmse": metrics.nrmse_per_sample(statistics["model"]).tolist()},
+        "per_time": {},
+    }
+    if "rollout" in statistics:
+        frames = dataset.frames[dataset.given_frames :]
+        rollout, persisted = statistics["rollout"], statistics["rollout_baseline"]
+        summary |= {f"rollout_{key}": value for key, value in metrics.reduce(rollout, size).items()}
+        summary[f"rollout_{baseline}"] = metrics.reduce(persisted, size)["nrmse_mean"]
+        summary["per_sample"]["rollout_nrmse"] = metrics.nrmse_per_sample(rollout).tolist()
+        summary["per_sample"]["rollout_persistence_nrmse"] = metrics.nrmse_per_sample(persisted).tolist()
+        summary["per_time"] = {
+            "time": dataset.source.times[frames].tolist(),
+            "given_until": float(dataset.source.times[dataset.frames[dataset.given_frames - 1]]),
+            "rollout_nrmse": metrics.nrmse_per_time(rollout).tolist(),
+            "rollout_nrmse_quartiles": _quartiles(rollout),
+            "persistence_nrmse": metrics.nrmse_per_time(persisted).tolist(),
+        }
+    return summary
+
+
+def _quartiles(statistics: dict[str, Tensor]) -> list[list[float]]:
+    """25 % and 75 % over samples, per frame."""
+    per_frame = metrics.nrmse(statistics).mean(dim=2).float()
+    return torch.quantile(per_frame, torch.tensor([0.25, 0.75]), dim=0).tolist()
+
+
+@torch.no_grad()
+def save_examples(
+    path: Path,
+    model: UPS,
+    datasets: dict[str, Dataset],
+    results: dict[str, dict],
+    config: EvaluationConfig,
+    device: torch.device,
+) -> None:
+    """Forecast and truth of the best, the median and the worst samples of each dataset, as one .npz file."""
+    model.eval()
+    arrays: dict[str, np.ndarray] = {}
+    for name, result in results.items():
+        dataset = datasets[name]
+        scores = np.asarray(result["per_sample"].get("rollout_nrmse", result["per_sample"]["nrmse"]))
+        ranking = np.argsort(scores)
+        picks = np.unique(np.linspace(0, len(ranking) - 1, min(config.num_examples, len(ranking))).round().astype(int))
+        samples = np.asarray(result["per_sample"]["samples"])[ranking[picks]]
+        inputs, targets, parameters = read_samples(dataset, samples, device)
+        if dataset.spec.time_dependent:
+            given = inputs[:, : dataset.given_frames]
+            forecast = roll_out(model, dataset, given, parameters, inputs.shape[1] - given.shape[1])
+            inputs, targets = given, inputs[:, dataset.given_frames :]
+        else:
+            forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
+        arrays |= {
+            f"{name}/inputs": inputs.cpu().numpy(),
+            f"{name}/truth": targets.cpu().numpy(),
+            f"{name}/forecast": forecast.cpu().numpy(),
+            f"{name}/nrmse": scores[ranking[picks]],
+            f"{name}/samples": samples,
+            f"{name}/times": dataset.source.times[dataset.frames],
+        }
+        for axis, values in zip("xyz", dataset.source.coordinates, strict=False):
+            arrays[f"{name}/{axis}"] = values
+    np.savez_compressed(path, **arrays)

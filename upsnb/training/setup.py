@@ -1,0 +1,351 @@
+"""Everything that a step needs, built from a config in one fixed order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from upsnb import config as configs
+from upsnb import hardware, overlays
+from upsnb.config import RunConfig
+from upsnb.data.batches import Batch, Loader
+from upsnb.data.datasets import Dataset, ensure_generated, open_dataset
+from upsnb.data.spec import DatasetSpec
+from upsnb.errors import ConfigError, RunError
+from upsnb.models.ups import UPS
+from upsnb.phases import HOT, LOADER, is_cold
+from upsnb.rules import INVERSE_TERMS
+from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, part
+from upsnb.training import checkpoint, compiling, optimizers, parallel, precision
+from upsnb.training.losses import LossModule, active_terms, untouched_parts
+from upsnb.training.parallel import Ranks
+from upsnb.training.timing import mark
+
+
+def needs_inverse_heads(config: RunConfig) -> bool:
+    """Whether anything reads fields back out of a latent."""
+    weights = (getattr(config.training, f"lambda_{term}") for term in INVERSE_TERMS)
+    return config.operator.rollout == "latent" or any(weight > 0 for weight in weights)
+
+
+def build_model(config: RunConfig, datasets: dict[str, Dataset]) -> UPS:
+    """The untrained model; the same weights on every rank and in every process, by training.seed."""
+    specs = {name: dataset.spec for name, dataset in datasets.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.training.seed)
+        return UPS(config.latent, config.operator, specs, needs_inverse_heads(config))
+
+
+def open_datasets(config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None]) -> dict[str, Dataset]:
+    """All datasets of a config; rank 0 generates what is missing while the others wait."""
+    home = root / config.data.root
+    if ranks.rank == 0:
+        for chosen in config.data.datasets.values():
+            ensure_generated(chosen, home, say)
+    parallel.barrier(ranks)
+    return {name: open_dataset(name, config, home) for name in config.data.datasets}
+
+
+@dataclass
+class Setup:
+    """What a run trains with, and how one optimizer step is made of it."""
+
+    config: RunConfig
+    ranks: Ranks
+    datasets: dict[str, Dataset]
+    loader: Loader
+    model: UPS
+    loss: nn.Module  # LossModule, replicated or sharded where the config says so
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    ema: optimizers.Ema | None
+    plateau: optimizers.Plateau
+    generator: torch.Generator
+    skipped: str = ""  # why the last step changed nothing: loss, gradient, overflow (float16's scaler), or not at all
+    updating: bool = False  # weights are changing: a step that fails now cannot be taken again
+    probed: RunConfig | None = None  # what compiled code was last tried out with, see upsnb.training.probe
+    build_s: dict[str, float] = field(default_factory=dict)  # seconds per part, for the start event
+    tf32: precision.Tf32 = field(default_factory=precision.Tf32)
+    optimizer_marks: tuple = (0.0, 0.0)  # begin and end of the optimizers' part of the last step, for its event
+
+    @classmethod
+    def build(cls, config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None] = print) -> Setup:
+        """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP or FSDP2 -> optimizer.
+
+        Compiling in place comes before wrapping, so that names stay; optimizers come last and own what is left.
+        """
+        training, device, build_s = config.training, ranks.device, {}
+        started = time.perf_counter()
+
+        def lap(part: str) -> None:
+            build_s[part] = round(time.perf_counter() - started - sum(build_s.values()), 3)
+
+        datasets = open_datasets(config, root, ranks, say)
+        loader = Loader(datasets, config, ranks.rank, ranks.world_size, device)
+        lap("data")
+        model = build_model(config, datasets).to(device)
+        torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
+        generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
+        loss = wrap(model, config, generator, ranks)
+        made = build_optimizers(model, config)
+        scaler = precision.build_scaler(config, device)
+        ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
+        lap("model")
+        plateau = optimizers.Plateau(config.stages.operator.scheduler)
+        built = cls(
+            config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s=build_s
+        )
+        built.tf32.set(training.tf32)  # last: what fails before leaves nothing process-wide behind
+        return built
+
+    def update(self, new: RunConfig) -> None:
+        """Make this the setup of another config, between two steps; only what depends on a changed setting is touched.
+
+        Weights, moments, averages and random states stay. Undoing is an update to the old config.
+
+        Raises:
+            ConfigError: a changed setting cannot change while training runs; nothing was changed.
+        """
+        cold = cold_changes(self.config, new)
+        if cold:
+            raise ConfigError(
+                [f"{path}: cannot change between two steps -> launch the workers again with it" for path in cold],
+                "the update",
+            )
+        hardware.check_runnable(new, hardware.detect())
+        old, changed = self.config, set(overlays.difference(self.config, new))
+        try:
+            self._apply(new, changed)
+        except Exception:
+            self._apply(old, changed)
+            raise
+
+    def _apply(self, new: RunConfig, changed: set[str]) -> None:
+        """Bring every part that depends on a changed setting to the new config."""
+
+        def touches(*prefixes: str) -> bool:
+            return any(path.startswith(prefixes) for path in changed)
+
+        training, ranks = new.training, self.ranks
+        if touches(*LOADER):  # first, because it may refuse: too few pairs for a larger batch
+            self.loader = Loader(self.datasets, new, ranks.rank, ranks.world_size, ranks.device, self.loader)
+        if touches("operator.pdet."):
+            self.model.operator.set_checkpointing(new.operator.pdet)
+            self.model.operator.set_attention(new.operator.pdet.attention)
+        if touches("training.compile"):
+            compiling.set_compile(self.model, training.compile_mode if training.compile else None)
+        if precision.amp_dtype(new) != precision.amp_dtype(self.config):
+            self.scaler = precision.build_scaler(new, ranks.device)
+            if training.use_fsdp2:  # the dtype that weights are gathered in is fixed when they are sharded
+                self._shard_again(new)
+        self.tf32.set(training.tf32)
+        if touches("optimizer", "stages.operator.optimizer", "training.cpu_offload_optimizer"):
+            self._rebuild_optimizers(new)
+        self._loss_module.config = training
+        self.config = new
+
+    @property
+    def _loss_module(self) -> LossModule:
+        return parallel.unwrapped(self.loss)
+
+    def _shard_again(self, new: RunConfig) -> None:
+        """Shard the same weights, moments and averages anew under another config; all ranks enter."""
+        weights = parallel.whole(self.model.state_dict())
+        moments = parallel.whole(optimizers.moments(self.model, self.optimizers))
+        averages = parallel.whole(self.ema.state_dict()) if self.ema else None
+        self.model = build_model(new, self.datasets).to(self.ranks.device)
+        self.loss = wrap(self.model, new, self.generator, self.ranks)
+        self.optimizers = build_optimizers(self.model, new)
+        self._take(weights, moments, averages)
+
+    def _take(self, weights: dict, moments: dict, averages: dict | None) -> None:
+        """Continue with these, whole or sharded as the model's own."""
+        optimizers.give_moments(self.model, self.optimizers, moments)
+        own = self.model.state_dict()
+        self.model.load_state_dict(
+            {name: optimizers.shared_out(value, own[name]) if name in own else value for name, value in weights.items()}
+        )
+        optimizers.weights_changed(self.optimizers)
+        if self.ema is not None:
+            self.ema = optimizers.Ema(self.model, self.ema.decay)
+            if averages is not None:
+                self.ema.load_state_dict(averages)
+
+    def _rebuild_optimizers(self, new: RunConfig) -> None:
+        """New optimizers under new settings, with the moments of the old ones."""
+        made = build_optimizers(self.model, new)
+        optimizers.give_moments(self.model, made, optimizers.moments(self.model, self.optimizers))
+        self.optimizers = made
+
+    @compiling.step
+    def step(self, batches: list[Batch], step: int, microbatch: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """One optimizer step over its microbatches.
+
+        Args:
+            step: optimizer steps done before, for loss warm-up.
+            microbatch: microbatches of all datasets done before, for loss frequencies.
+        Returns:
+            Mean loss, mean of each term over the microbatches that computed it, both over all ranks, and the gradient
+            norm: tensors on the device; reading them synchronises, so the loop reads them later.
+        """
+        training, dtype = self.config.training, precision.amp_dtype(self.config)
+        totals, terms, computed = [], {}, set()
+        for number, batch in enumerate(batches):
+            # Datasets take turns: counted over all of them, "every second" would always be the same dataset's.
+            weights = active_terms(training, step, (microbatch + number) // len(self.datasets))
+            last = number == len(batches) - 1
+            with parallel.synchronising(self.loss, last or not training.no_sync):
+                total, values = self._forward_backward(batch, weights, dtype, len(batches))
+            totals.append(total)
+            for term, value in values.items():
+                terms.setdefault(term, []).append(value)
+                computed.add((batch.dataset, term))
+        if self._loss_module.touch_all or self._loss_module.touch_any:  # optimizers must not step on zeros
+            for untouched in untouched_parts(self.model, computed):
+                untouched.zero_grad(set_to_none=True)
+        means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
+        if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
+            torch.distributed.all_reduce(means)
+            means /= self.ranks.world_size
+        loss, *values = means.unbind()
+        with part(OPTIMIZER):
+            norm = self._update(training.grad_clip, loss)
+        return loss, dict(zip(terms, values)), norm
+
+    def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int) -> tuple[Tensor, dict]:
+        with part(FORWARD):
+            total, values = self.loss(batch, weights, dtype)
+        if total.requires_grad:  # else no term acts on this microbatch
+            with part(BACKWARD):
+                self.scaler.scale(total / num_microbatches).backward()
+        return total.detach(), values
+
+    def _update(self, grad_clip: float | None, loss: Tensor) -> Tensor:
+        together = optimizers.Together(self.optimizers)
+        self.scaler.unscale_(together)
+        norm = optimizers.clip(self.model.parameters(), grad_clip)
+        self.skipped = "" if self.config.guards.nonfinite == "off" else self._reason_to_skip(loss, norm)
+        begin = mark(self.ranks.device)
+        if not self.skipped:
+            self.updating = True
+            self.scaler.step(together)
+        self.optimizer_marks = begin, mark(self.ranks.device)
+        self.scaler.update()  # after a step without finite gradients this lowers the scale
+        together.zero_grad()
+        if self.ema is not None and not self.skipped:
+            self.ema.update()
+        self.updating = False
+        return norm
+
+    def _reason_to_skip(self, loss: Tensor, norm: Tensor) -> str:
+        """Why the step must change nothing, or ""; the same on all ranks, because both numbers are of all ranks.
+
+        float16's scaler finds its scale by overflows of the gradients while the loss is finite. Those steps are
+        skipped as well, but only a scale below 1 is no search any more: the gradients themselves leave float16.
+        """
+        is_finite = torch.stack([loss, norm.to(loss.dtype)]).isfinite().tolist()  # waits for the device, once a step
+        if all(is_finite):
+            return ""
+        if not is_finite[0]:
+            return "loss"
+        return "overflow" if self.scaler.is_enabled() and self.scaler.get_scale() >= 1 else "gradient"
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """Model, optimizers, scaler, EMA, schedule and this rank's random state, by name; shares its tensors.
+
+        What is sharded stays so: no rank gathers what the others hold.
+        """
+        random = {"torch": torch.get_rng_state(), "generator": self.generator.get_state().cpu()}
+        if self.ranks.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        return {
+            "model": self.model.state_dict(),
+            "moments": optimizers.moments(self.model, self.optimizers),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+            "plateau": self.plateau.state_dict(),
+            "drawn_on": [self.ranks.world_size, self.ranks.device.type],
+            "random": {str(self.ranks.rank): random},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict`, under this config's settings even where they differ from the saved ones.
+
+        Random state is taken up where the number of ranks and their kind of device are the same.
+        """
+        self._take(state["model"], state["moments"], state["ema"])
+        if state["scaler"]:  # empty where the saved run needed none
+            self.scaler.load_state_dict(state["scaler"])
+        self.plateau.load_state_dict(state["plateau"])
+        if state["drawn_on"] == [self.ranks.world_size, self.ranks.device.type]:
+            random = state["random"][str(self.ranks.rank)]
+            torch.set_rng_state(random["torch"].cpu())
+            self.generator.set_state(random["generator"].cpu())
+            if self.ranks.device.type == "cuda":
+                torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
+
+
+def build_optimizers(model: UPS, config: RunConfig) -> list[torch.optim.Optimizer]:
+    """Fresh optimizers of the stage."""
+    chosen = config.stages.operator.optimizer or config.optimizer
+    return optimizers.build(model, chosen, offload=config.training.cpu_offload_optimizer)
+
+
+def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:
+    """Changed settings that need another launch of the workers; empty where `Setup.update` can do it.
+
+    Raises:
+        ConfigError: a changed setting that cannot change in a run at all, because weights depend on it.
+    """
+    changed = sorted(overlays.difference(old, new))
+    fixed = [path for path in changed if not is_cold(path) and not path.startswith(HOT)]
+    if needs_inverse_heads(new) != needs_inverse_heads(old):
+        fixed = fixed or ["training.lambda_inv_enc, training.lambda_inv_dec"]
+    if fixed:
+        raise ConfigError(
+            [f"{path}: cannot change while training runs -> start a run with it" for path in fixed], "the update"
+        )
+    return [path for path in changed if is_cold(path)]
+
+
+def wrap(model: UPS, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
+    """The module that a step calls: losses over the model, compiled in place, then replicated or sharded."""
+    training = config.training
+    compiling.set_compile(model, training.compile_mode if training.compile else None)
+    if training.use_fsdp2:
+        module = LossModule(model, training, generator, touch_any=True)
+        return parallel.shard(module, model.parts(), ranks, precision.amp_dtype(config))
+    return parallel.wrap_ddp(LossModule(model, training, generator, touch_all=ranks.world_size > 1), ranks)
+
+
+def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:
+    """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
+
+    Args:
+        which: "latest" or "best" checkpoint.
+    Raises:
+        RunError: the folder has no whole checkpoint.
+    """
+
+    def weights_only(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device=device) if path[1] in ("model", "ema") else None
+
+    state = checkpoint.load(folder, which, allocate=weights_only)
+    if state is None:
+        raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
+    config = configs.parse(state["config"], f"the checkpoint in {folder}")
+    specs = {name: DatasetSpec.from_plain(values) for name, values in state["specs"].items()}
+    model = UPS(config.latent, config.operator, specs, needs_inverse_heads(config)).to(device)
+    model.load_state_dict(state["setup"]["model"])
+    if state["setup"]["ema"] is not None:
+        ema = optimizers.Ema(model, decay=0.0)
+        ema.load_state_dict(state["setup"]["ema"])
+        ema.swap()
+    return model.eval()

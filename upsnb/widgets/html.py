@@ -1,0 +1,148 @@
+"""What stands around a run's curves: header, switches and the table of flips, as HTML text; no widgets."""
+
+from __future__ import annotations
+
+import math
+import time
+from html import escape
+
+from upsnb.phases import Phase, label
+from upsnb.widgets.history import Flip, History, plain
+from upsnb.widgets.progress import duration
+
+STYLE = """<style>
+.ups-head{display:flex;flex-wrap:wrap;gap:2px 18px;align-items:baseline}.ups-head h4{margin:0;font-size:15px;
+font-weight:600;color:var(--ink)}
+.ups-pill{border:1px solid var(--line);border-radius:10px;padding:1px 9px;font-weight:600;white-space:nowrap}
+.ups-bar{height:6px;border-radius:3px;background:var(--line);margin:7px 0 4px;overflow:hidden}
+.ups-bar div{height:100%;background:#0072B2}
+.ups-card{padding:3px 4px 5px 6px;min-height:34px}.ups-card em{font-style:normal;color:var(--dim);white-space:nowrap}
+.ups-card em+em:before{content:"\\00b7";margin:0 5px}
+.ups-note{border-left:3px solid #D55E00;padding:1px 0 1px 8px;margin:4px 0;overflow-wrap:anywhere}
+.ups-note.calm{border-color:#0072B2}.ups-note.why{border-color:var(--line);color:var(--dim)}
+.ups-toggle.mod-active,.ups-toggle.mod-active:hover{background:#0072B2!important;color:#fff!important}
+.ups-panel button.mod-active:before{content:"\\2713";margin-right:5px}
+.ups-toggle.ups-asked{outline:2px dashed #E69F00;outline-offset:-2px}
+.ups-panel :is(button,input,select):focus-visible{
+outline:2px solid var(--jp-brand-color1,#0072B2)!important;outline-offset:1px}
+.ups-panel{max-width:1500px;overflow:hidden;padding:6px 10px 10px!important}
+.ups-panel .widget-label{color:var(--jp-ui-font-color1,currentColor)}
+.ups-fields{align-items:end;padding:2px 0 6px}
+.ups-fields>.widget-inline-hbox{flex-direction:column;align-items:stretch;width:auto;height:auto}
+.ups-fields>.widget-inline-hbox .widget-label{width:auto!important;text-align:left;line-height:18px;height:18px}
+.ups-fields>.widget-inline-hbox input{width:100%;flex:none;height:28px}
+</style>"""
+NUMBER = ' class="num"'
+SYMBOLS = {"starting": "\u25cc", "running": "\u25b6", "stopping": "\u25a0", "finished": "\u2713", "failed": "\u2717",
+           "died": "\u2717", "paused": "\u2016", "relaunching": "\u21bb"}  # fmt: skip
+
+
+def header(history: History, name: str, status: str, cause: str | None, epochs: int, dollars_per_h: float) -> str:
+    """Status, ranks, place, progress and price of a run."""
+    start, alive = history.start, status in ("starting", "running", "stopping")
+    shown = status
+    if status == "running":
+        shown = "relaunching" if history.relaunching else "paused" if history.paused else status
+    wall_s = history.wall_s(alive)
+    facts = []
+    if start:
+        ranks = start["num_ranks"]
+        facts.append(f"<b>{ranks}</b> {'rank' if ranks == 1 else 'ranks'} on {escape(start['device'])}")
+        facts.append(f"epoch <b>{min(history.epoch + 1, epochs):,}</b> of {epochs:,}")
+        facts.append(f"step <b>{history.step:,}</b>")
+    if history.num_launches > 1:
+        facts.append(f"launch {history.num_launches}")
+    facts.append(f"{duration(wall_s)} elapsed")
+    share, left_s = history.progress()
+    if alive and math.isfinite(left_s):
+        facts.append(f"{duration(left_s)} left")
+    if dollars_per_h > 0:
+        facts.append(f"<b>${dollars_per_h * wall_s / 3600:,.2f}</b> so far")
+    if history.evaluation:
+        errors = ", ".join(f"{name} {error:.3g}" for name, error in history.evaluation["val_nrmse"].items()
+                           if error is not None)  # fmt: skip
+        facts.append(f"validation nRMSE {escape(errors)}")
+    percent = 100 * share
+    parts = [
+        f'<div class="ups"><div class="ups-head"><h4>{escape(name)}</h4>'
+        f'<span class="ups-pill">{SYMBOLS[shown]} {shown}</span>' + "".join(f"<span>{fact}</span>" for fact in facts),
+        f'</div><div class="ups-bar" role="progressbar" aria-valuenow="{percent:.0f}" aria-valuemin="0" '
+        f'aria-valuemax="100" aria-label="share of training done"><div style="width:{percent:.2f}%"></div></div>',
+    ]
+    if cause:
+        parts.append(f'<div class="ups-note">{escape(cause)}</div>')
+    if history.warnings and time.time() - history.warnings[-1]["time"] < 60 and alive:
+        parts.append(f'<div class="ups-note">{escape(_said(history.warnings[-1]))}</div>')
+    return "".join(parts) + "</div>"
+
+
+def _said(event: dict) -> str:
+    return event.get("message") or ", ".join(
+        f"{key} {plain(value)}" for key, value in event.items() if key not in ("kind", "time") and value is not None
+    )
+
+
+def switch(phase: Phase, state: str, problem: str = "", whole: str = "") -> str:
+    """What stands below a phase's toggle: its state, what was promised, and what it costs in exactness.
+
+    Args:
+        problem: why it cannot be switched on, in a sentence.
+        whole: the same in full, shown when the pointer rests on it.
+    """
+    badges = [f"promised \u00d7{phase.expected.factor:.2f}"] if phase.expected else []
+    badges += ["hot" if phase.hot else "cold", phase.numerics]
+    hints = {"hot": "changes between two steps", "cold": "needs a relaunch from a checkpoint",
+             "identical": "losses do not change", "rounding": "losses change by rounding",
+             "different": "another computation"}  # fmt: skip
+    marks = "".join(f'<em title="{hints.get(badge, "published, not measured")}">{badge}</em>' for badge in badges)
+    note = f'<div class="ups-note why" title="{escape(whole)}">{escape(problem)}</div>' if problem else ""
+    return f'<div class="ups ups-card"><div>{escape(state)}</div><div>{marks}</div>{note}</div>'
+
+
+def last_flip(flips: list[Flip], phase: str, paths) -> Flip | None:
+    """The latest applied flip that switched a phase, or changed one of its settings."""
+    for flip in reversed(flips):
+        if flip.applied and (phase in flip.phases or set(paths) & flip.changes.keys()):
+            return flip
+    return None
+
+
+def flips(history: History, promised: dict[str, float]) -> str:
+    """Every flip so far, newest first, promise beside measurement."""
+    if not history.flips:
+        return (
+            '<div class="ups dim">No flips yet. What a flip does to the throughput is measured and listed here.</div>'
+        )
+    rows = []
+    for number, flip in reversed(list(enumerate(history.flips, 1))):
+        if not flip.applied:
+            came = f"refused: {escape(flip.why)}"
+        elif not flip.changes:
+            came = escape("; ".join(f"{label(name)} left out: {reason}" for name, reason in flip.skipped.items()))
+        elif flip.measured:
+            came = escape(flip.measured)
+        elif history.flips[-1] is flip and history.end is None:
+            came = '<span class="dim">measuring</span>'
+        else:
+            came = '<span class="dim">too few steady steps on either side</span>'
+        factors = [promised[name] for name, on in flip.phases.items() if on and name in promised]
+        claim = f"\u00d7{math.prod(factors):.2f}" if factors else ""
+        took = flip.duration_ms if flip.applied else None
+        took = "" if took is None else f"{took:,.0f} ms" if took < 1e4 else f"{took / 1e3:,.1f} s"
+        cells = (f"{number}", f"{flip.step:,}", claim, took)
+        number_cell, step_cell, claim_cell, took_cell = (f'<td class="num">{cell}</td>' for cell in cells)
+        settings = escape(", ".join(f"{path} {plain(value)}" for path, value in flip.changes.items()))
+        what = escape(flip.what) + (" (cold)" if flip.cold else "")
+        rows.append(
+            f'<tr>{number_cell}{step_cell}<td title="{settings}">{what}</td><td>{came}</td>{claim_cell}{took_cell}</tr>'
+        )
+    titles = ("#", "step", "flip", "measured, 95 %", "promised", "took")
+    wide = ("flip", "measured, 95 %")
+    head = "".join(f"<th{'' if title in wide else NUMBER}>{title}</th>" for title in titles)
+    return f'<div class="ups"><table class="ups-table"><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def note(text: str, calm: bool = True) -> str:
+    """A sentence that stands out; empty for no text."""
+    kind = "ups-note calm" if calm else "ups-note"
+    return f'<div class="ups" aria-live="polite"><div class="{kind}">{escape(text)}</div></div>' if text else ""

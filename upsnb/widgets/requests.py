@@ -1,0 +1,103 @@
+"""What a run is asked to do next: which requests are pending, which would be refused, and what presets come to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from upsnb import hardware as machines
+from upsnb import overlays, phases
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError
+from upsnb.phases import PHASES, Phase
+from upsnb.runs import runfolder
+from upsnb.runs.handle import Run
+from upsnb.widgets.history import History
+
+AS_STARTED, BASELINE = "as started", "baseline"
+FILES = ("conservative", "aggressive", "2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized")
+PRESETS = (AS_STARTED, BASELINE, *FILES)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a phase cannot be switched on."""
+
+    kind: str
+    problems: list[str]  # whole: setting, what is wrong, remedy
+    final: bool  # it is the machine's; otherwise changing other settings clears the way
+
+    @property
+    def sentence(self) -> str:
+        """The first problem without its setting and remedy: `cannot run here: no backward pass on the CPU`."""
+        said = self.problems[0].partition(" -> ")[0]
+        for heading in (r"^[\w.]+: ", r"^\S+ cannot run here: "):
+            said = re.sub(heading, "", said)
+        more = len(self.problems) - 1
+        return f"{self.kind}: {said}" + (f" (and {more} more)" if more else "")
+
+
+class Asking:
+    """Requests to one run, checked against its own machine before they are written."""
+
+    def __init__(self, run: Run, history: History):
+        self.run, self.history = run, history
+        self.config: RunConfig = run.config  # as started; everything asked is a difference from it
+        self.hardware = machines.Hardware(**run.manifest["hardware"])  # the run's, not this kernel's
+        self._known: dict[str, RunConfig] = {}  # validating a config takes half a millisecond
+
+    def configs(self) -> tuple[RunConfig, RunConfig]:
+        """What the run does now, and what it was last asked to do."""
+        folder = self.run.folder
+        control = runfolder.read_control(folder)
+        applied = runfolder.read_manifest(folder).get("applied", {}).get("overlay", {})
+        wanted = runfolder.standing_overlay(folder, control) if self.history.end is None else applied
+        return self._config(applied), self._config(wanted)
+
+    def _config(self, overlay: dict) -> RunConfig:
+        key = repr(overlay)
+        if key not in self._known:
+            try:
+                known = overlays.apply(self.config, overlay)
+            except ConfigError:  # a request written by hand; the run will refuse it and say why
+                known = self.config
+            self._known = {**dict(list(self._known.items())[-3:]), key: known}
+        return self._known[key]
+
+    def flip(self, phase: Phase, on: bool) -> int:
+        """Ask for a phase to be switched.
+
+        Raises:
+            ConfigError: it cannot run on this machine, or contradicts other settings; nothing was written.
+        """
+        problems = phases.unmet(phase, self.configs()[1], self.hardware) if on else []
+        if problems:
+            raise ConfigError(problems, phase.name)
+        return self.run.flip(phase.name, on)
+
+    def obstacle(self, phase: Phase, desired: RunConfig) -> Obstacle | None:
+        """What stands against switching a phase on; None where nothing does."""
+        problems = phases.unmet(phase, desired, self.hardware)
+        if not problems:
+            return None
+        try:
+            overlays.apply(desired, phase.on)
+        except ConfigError:
+            return Obstacle("conflicts with another setting", problems, final=False)
+        return Obstacle("cannot run here", problems, final=True)
+
+    def preset(self, name: str) -> tuple[dict, dict[str, str]]:
+        """What a preset asks of this run: the settings that may change in it.
+
+        Returns:
+            Dotted settings, and the phases that cannot run on its machine with the reason of each.
+        """
+        if name == BASELINE:
+            asked = {path: value for phase in PHASES for path, value in phase.off.items()}
+        else:
+            path = runfolder.project_root() / "params" / f"{name}.yaml"
+            asked = phases.switchable(overlays.read(path))
+        wanted = overlays.apply(self.config, asked, name)
+        reached, left_out = phases.skip_missing(wanted, self.hardware)
+        back = overlays.difference(wanted, reached)  # settings of phases that stay out
+        return {**asked, **back}, left_out

@@ -1,0 +1,478 @@
+"""The training loop: steps, events, validation, checkpoints, and the messages that keep all ranks in step."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from upsnb import config as configs
+from upsnb import hardware, overlays
+from upsnb.config import OperatorStageConfig, RunConfig
+from upsnb.models.ups import count_parameters
+from upsnb.phases import PHASES, is_on
+from upsnb.profile.recorder import Profiler
+from upsnb.runs import runfolder
+from upsnb.runs.events import without_nonfinite
+from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
+from upsnb.spans import DATA, outside, part
+from upsnb.training import checkpoint, evaluation, optimizers, parallel
+from upsnb.training.compiling import CompileCounter
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
+from upsnb.training.timing import StepClock
+from upsnb.worker.flips import CHANGED, RELAUNCH, Flips
+from upsnb.worker.guards import Guards
+from upsnb.worker.requests import Boundary
+from upsnb.worker.step_log import StepLog
+
+EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    ranks: Ranks,
+    events: EventWriter,
+    heartbeat: Heartbeat,
+    launch: Launch | None = None,
+) -> None:
+    """Train as the config says, evaluate, and leave a checkpoint, evaluation.json and an end event.
+
+    All ranks enter; rank 0 writes. Returns when training has finished or was asked to stop; or, with a checkpoint and a
+    relaunch event alone, when the ranks are to be launched again with other settings.
+
+    Args:
+        launch: what was changed since the run was started, as the supervisor says; empty: nothing.
+    """
+    loop = Loop(config, folder, ranks, events, heartbeat, launch or Launch())
+    try:
+        reason = loop.run()
+        if reason == RELAUNCH:
+            loop.leave()
+        else:
+            loop.finish(reason)
+        loop.saver.close()
+    finally:
+        loop.profiler.close()  # these two are all that is the process's
+        loop.setup.tf32.set(False)
+
+
+@dataclass
+class Position:
+    """How far training is; travels with every checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0
+    microbatch: int = 0  # microbatches done in this epoch
+    elapsed_s: float = 0.0  # training time of earlier segments
+    best: float = math.inf  # lowest validation nRMSE so far
+    best_step: int = -1
+    waited: int = 0  # validations since then
+    validated_fraction: float = 1.0  # share of the validation split that these were measured on
+
+
+class Loop:
+    """One segment of a run on one rank."""
+
+    def __init__(
+        self,
+        base: RunConfig,
+        folder: Path,
+        ranks: Ranks,
+        events: EventWriter,
+        heartbeat: Heartbeat,
+        launch: Launch,
+    ):
+        self.folder, self.ranks, self.events, self.heartbeat, self.launch = folder, ranks, events, heartbeat, launch
+        self.launched = time.perf_counter()
+        config = overlays.apply(base, launch.overlay)
+        hardware.check_runnable(config, hardware.detect())
+        self.setup = Setup.build(config, runfolder.project_root(), ranks, self._say)
+        self.flips = Flips(base, self.setup, ranks, events, folder, launch)
+        self.boundary = Boundary(folder, ranks, events, self.flips)
+        self.profiler = Profiler(folder, self.setup, ranks, events)
+        self.position = Position()
+        self._plan()
+        self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
+        self.log = StepLog(events, self.clock, self.flips.observe)
+        self.announced_first = False
+        self.guards = Guards(folder, self.setup, self.flips, ranks, events)
+        self.saver = checkpoint.Saver(folder, ranks, events, self._beat, config.training.stall_timeout_s)
+        self._resume()
+        self.epoch_saved_step = self.position.step
+        self.validated_step = -1
+        self._announce()
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run does now; a flip changes it."""
+        return self.setup.config
+
+    @property
+    def stage(self) -> OperatorStageConfig:
+        return self.config.stages.operator
+
+    def _plan(self) -> None:
+        """Lengths that follow from batch, accumulation and epochs."""
+        training = self.config.training
+        steps_per_epoch = self.setup.loader.schedule.num_microbatches // training.accum_steps
+        self.total_steps = self.stage.epochs * steps_per_epoch  # as if nothing were changed on the way
+        self.samples_per_step = training.batch_size * training.accum_steps * self.ranks.world_size
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def _say(self, message: str) -> None:
+        print(message, flush=True)
+        if self.ranks.rank == 0:
+            self.events.write("progress", 0, message=message)
+
+    def _resume(self) -> None:
+        room = checkpoint.room_for(self.setup.model)
+        state = checkpoint.load(self.folder, ranks=self.ranks, allocate=room) if self.config.checkpoint.resume else None
+        if state is None:
+            return
+        self.setup.load_state_dict(state["setup"])
+        self.position = Position(**state["position"])
+        saved = configs.parse(state["config"], "the checkpoint's config").training
+        self._find_place(saved.batch_size * saved.num_gpus)
+        self.log.time_before_s = self.position.elapsed_s
+        self.saver.last = state["name"]
+        for damage in state["passed_over"] if self.ranks.rank == 0 else ():
+            self._warn(f"checkpoint {damage} -> resuming from {state['name']}")
+        self._say(f"resumed at step {self.position.step}")
+
+    def _announce(self) -> None:
+        setup, datasets = self.setup, self.setup.datasets
+        if self.ranks.rank != 0:
+            return
+        environment = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        runfolder.update_segment(self.folder, self.launch.number, environment_seen=environment)
+        self.events.write(
+            "start",
+            self.position.step,
+            num_ranks=self.ranks.world_size,
+            device=self.ranks.device.type,
+            phases_on=[phase.name for phase in PHASES if is_on(phase, self.config)],
+            parameters=count_parameters(setup.model),
+            operator_parameters=count_parameters(setup.model.operator),
+            total_steps=self.total_steps,
+            time_limit_s=self.config.training.time_limit_s,
+            samples_per_step=self.samples_per_step,
+            residency=setup.loader.residency,
+            num_threads=torch.get_num_threads(),
+            build_s=setup.build_s,
+            nccl_environment=environment,
+            datasets={
+                name: {
+                    "files": [file.name for file in dataset.source.files],
+                    "samples": {split: len(rows) for split, rows in dataset.splits.items()},
+                    "pairs": len(setup.loader.schedule.pairs[name]),
+                    "grid": list(dataset.source.grid_shape),
+                    "tokens": math.prod(dataset.spec.token_grid),
+                    "patch": dataset.spec.patch,
+                }
+                for name, dataset in datasets.items()
+            },
+        )
+        queries = self.config.training.query_sampling
+        for name, dataset in datasets.items():
+            points = math.prod(dataset.source.grid_shape)
+            if queries.num_queries and queries.num_queries >= points and queries.jitter == 0:
+                self._warn(
+                    f"training.query_sampling.num_queries is {queries.num_queries} and {name} has {points} grid points "
+                    "-> every point is compared, nothing is sampled"
+                )
+
+        training, resident = self.config.training, setup.loader.residency == "device"
+        if resident and training.num_workers > 0:
+            self._warn(
+                f"training.num_workers is {training.num_workers} and all data lives on the device -> it changes "
+                "nothing; set data.residency: workers to read from the files instead"
+            )
+        if training.pin_memory and (resident or self.ranks.device.type != "cuda"):
+            self._warn("training.pin_memory is on and no batch is copied from host to GPU -> it changes nothing")
+
+    def _warn(self, message: str) -> None:
+        print(f"warning: {message}", flush=True)
+        self.events.write("warning", self.position.step, message=message)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """Train to the end of the stage; returns why it ended: epochs, time, patience or stopped."""
+        self.clock.start()
+        self.run_started = time.perf_counter()
+        reason = self._agree()
+        if reason is None and self.guards.compile_ahead(self.position.step):
+            reason = self._agree()
+        while reason is None:
+            reason = self._epoch()
+        self.log.drain(everything=True)
+        return reason
+
+    def _epoch(self) -> str | None:
+        training, position = self.config.training, self.position
+        batches = self.setup.loader.epoch(position.epoch, position.microbatch)
+        left = self.setup.loader.schedule.num_microbatches - position.microbatch
+        for _ in range(left // training.accum_steps):
+            self._beat()  # before and after reading: a rank whose disk hangs stands one beat behind the others
+            waiting = time.perf_counter()
+            with part(DATA):
+                microbatches = [next(batches) for _ in range(training.accum_steps)]
+            wait_ms = 1e3 * (time.perf_counter() - waiting)
+            is_done = self._step(microbatches, wait_ms)
+            self.saver.poll()
+            if is_done and position.step % self.config.checkpoint.interval == 0:
+                self._save()
+            schedule = self.setup.loader.schedule
+            reason = self._agree()
+            if reason is not None:
+                return reason
+            self.guards.confirm()
+            if not is_done or self.setup.loader.schedule is not schedule:
+                return None  # go on at the same place of the epoch
+        position.epoch, position.microbatch = position.epoch + 1, 0
+        finished = position.epoch >= self.stage.epochs
+        due = finished or position.epoch % self.config.evaluation.every_epochs == 0
+        impatient = self._validate() if due else None
+        # At most one of these per interval: where an epoch takes seconds, not each end of one is worth a save.
+        if not (finished or impatient) and position.step - self.epoch_saved_step >= self.config.checkpoint.interval:
+            self._save()
+        return "epochs" if finished else impatient
+
+    def _find_place(self, old_size: int) -> None:
+        """Find the place of an old schedule in this one: as many whole turns of all datasets as fit what was seen.
+
+        The order of an epoch is the same whatever the batch, so no more than a part of one microbatch comes twice.
+
+        Args:
+            old_size: pairs in a microbatch of all ranks.
+        """
+        position, new = self.position, self.setup.loader.schedule
+        if old_size != new.global_size:
+            seen = position.microbatch // len(new.pairs) * old_size
+            position.microbatch = min(seen // new.global_size * len(new.pairs), new.num_microbatches)
+
+    def _agree(self) -> str | None:
+        """Obey what is asked for at this step boundary, and wait while the run is to pause; why training ends, if so.
+
+        Rank 0 reads clock and control file; all ranks learn the same and decide the same.
+        """
+        to_profile, step = 0, self.position.step
+        while True:
+            asked = self.boundary.ask(step, *self._progress())
+            self.progress, to_profile = asked.progress, asked.profile or to_profile
+            if asked.stop:
+                return self._go_on("stopped")
+            if asked.checkpoint:
+                self._save(revision=asked.checkpoint)
+            if asked.settings and self._flip(asked.settings) == RELAUNCH:
+                return self._go_on(RELAUNCH)
+            if not asked.pause:
+                break
+            if self.ranks.rank == 0:
+                self.log.drain(everything=True)  # times of these steps are those before the pause
+            self._beat()
+            self.boundary.hold(step, asked.pause)
+        self._go_on(None)
+        if self.profiler.at_boundary(step, to_profile):
+            self.clock.settle(step)
+        if asked.time_is_up:
+            return "time"
+        return "epochs" if self.position.epoch >= self.stage.epochs else None  # of a run resumed at its end
+
+    def _progress(self) -> tuple[float, bool]:
+        """How far the stage is, 0 to 1, by epochs or by the clock; and whether the clock says that it is over."""
+        limit = self.config.training.time_limit_s
+        turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
+        by_epochs = (self.position.epoch + turns) / self.stage.epochs
+        by_clock = self._elapsed() / limit if limit else 0.0
+        return max(by_epochs, by_clock), by_clock >= 1
+
+    def _go_on(self, reason: str | None) -> str | None:
+        """Leave the boundary; after a pause no clock has run meanwhile."""
+        paused_s = self.boundary.leave(self.position.step, resumed=reason is None)
+        if paused_s:
+            self.run_started += paused_s
+            self.launched += paused_s
+            self.log.time_before_s -= paused_s
+            self.clock.settle(self.position.step)
+        return reason
+
+    def _flip(self, revision: int) -> str:
+        """Apply what was asked for, here and on all other ranks; what `Flips.apply` found to do."""
+        if self.ranks.rank == 0:
+            self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
+        old_size, overlay = self.setup.loader.schedule.global_size, self.boundary.overlay
+        found = self.flips.apply(revision, overlay, self.position.step)
+        if found == CHANGED:
+            self._plan()
+            self._find_place(old_size)
+            self.clock.settle(self.position.step)
+        return found
+
+    def _beat(self) -> None:
+        self.heartbeat.beat(self.position.step)
+
+    def _elapsed(self) -> float:
+        return self.position.elapsed_s + self.boundary.now() - self.run_started
+
+    def _step(self, batches: list, wait_ms: float) -> bool:
+        """One optimizer step; False where it failed and a guard has asked for settings to take it again with."""
+        setup, position = self.setup, self.position
+        self._beat()
+        factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
+        rate = optimizers.set_learning_rate(setup.optimizers, factor)
+        done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
+        result = self.guards.attempt(batches, position.step, done)
+        if result is None:
+            return False
+        position.step += 1
+        position.microbatch += len(batches)
+        if self.ranks.rank == 0:
+            self._note_step(batches, wait_ms, rate, *result)
+        self.guards.after_step(position.step, *result)
+        return True
+
+    def _note_step(self, batches: list, wait_ms: float, rate: float, loss, terms, norm) -> None:
+        position = self.position
+        self.log.guarded = self.config.guards.nonfinite != "off"
+        known = {
+            "step": position.step,
+            "epoch": position.epoch,
+            "data_wait_ms": round(wait_ms, 3),
+            "datasets": sorted({batch.dataset for batch in batches}),
+            "learning_rate": rate,
+            "compiled": self.compiled.read(),
+            "optimizer": self.setup.optimizer_marks,
+        }
+        self.log.add(known, loss, terms, norm, self.samples_per_step)
+        if self.clock.first_step is not None and not self.announced_first:
+            self.announced_first = True
+            since_launch_s = self.clock.first_done - self.launched
+            self.events.write("first_step", self.clock.first_step, since_launch_s=round(since_launch_s, 3))
+
+    # -- validation and checkpoints ----------------------------------------------------------------------------------
+
+    @outside
+    def _validate(self) -> str | None:
+        """Measure the validation split with the averaged weights; returns "patience" when it is time to stop."""
+        if not any(len(dataset.splits["validation"]) for dataset in self.setup.datasets.values()):
+            return None
+        position, fraction = self.position, self.config.evaluation.fraction
+        self.validated_step = position.step
+        if fraction != position.validated_fraction:  # other samples, other errors: none of them can be beaten
+            position.validated_fraction, position.best, position.waited = fraction, math.inf, 0
+            self.setup.plateau.forget()
+        results = self._evaluate("validation", fraction=fraction)
+        scores = {name: _headline(result) for name, result in results.items()}
+        score = float(np.mean(list(scores.values())))
+        improved = score < position.best
+        position.waited = 0 if improved else position.waited + 1
+        if improved:
+            position.best, position.best_step = score, position.step
+        self.setup.plateau.update(score)
+        if self.ranks.rank == 0:
+            self.log.drain(everything=True)
+            self.events.write(
+                "eval",
+                position.step,
+                epoch=position.epoch,
+                time_s=round(self._elapsed(), 3),
+                split="validation",
+                fraction=fraction,
+                val_nrmse=scores,
+                best=improved,
+            )
+        self.guards.validated(position.epoch, position.step, scores)
+        if improved:
+            self._save("best")
+        self.clock.interrupt()
+        patience = self.config.training.patience
+        return "patience" if patience is not None and position.waited >= patience else None
+
+    def _evaluate(self, split: str, examples: Path | None = None, fraction: float = 1.0) -> dict:
+        """Metrics of a share of the split from all ranks; rank 0 writes example forecasts where a path is given."""
+        setup, settings = self.setup, self.config.evaluation
+        # Eager: other batch sizes would compile anew, for one call each.
+        with evaluation.judged_model(setup) as model, torch.compiler.set_stance("force_eager"):
+            results = evaluation.evaluate(model, setup.datasets, split, settings, self.ranks, self._beat, fraction)
+            if examples and self.ranks.rank == 0:
+                evaluation.save_examples(examples, model, setup.datasets, results, settings, self.ranks.device)
+        return results
+
+    @outside
+    def _save(self, *roles: str, last: bool = False, revision: int | None = None) -> None:
+        """Write a checkpoint; all ranks enter because each writes its share.
+
+        Args:
+            roles: "best", if it is.
+            revision: of control.json that asked for it.
+            last: nothing is trained meanwhile, so there is nothing to gain from writing in the background.
+        """
+        position, settings = self.position, self.config.checkpoint
+        if position.microbatch == 0 and position.epoch > 0:
+            roles = (*roles, "epoch")
+            self.epoch_saved_step = position.step
+        if self.ranks.rank == 0:
+            self.log.drain(everything=True)
+        state = {
+            "format": checkpoint.FORMAT,
+            "step": position.step,
+            "position": {**vars(position), "elapsed_s": self._elapsed()},
+            "setup": self.setup.state_dict(),
+            "config": configs.dump(self.config),
+            "specs": {name: vars(dataset.spec) for name, dataset in self.setup.datasets.items()},
+        }
+        self.saver.save(state, roles, settings.async_save and not last, settings.budget_gb, revision)
+        self.clock.interrupt()
+
+    def leave(self) -> None:
+        """Save, and end without an end: the supervisor launches the ranks again, with other settings."""
+        self._save(last=True)
+        if self.ranks.rank == 0:
+            self.flips.leave(self.position.step)
+
+    def finish(self, reason: str) -> None:
+        """Save the last state, evaluate the reported split and write the end event."""
+        train_time_s = self._elapsed()
+        if self.config.evaluation.checkpoint == "best" and self.validated_step != self.position.step:
+            self._validate()  # where the clock or a request ended training, its last weights may be the best
+        self._save(last=True)
+        config, setup, reported = self.config, self.setup, "last"
+        if config.evaluation.checkpoint == "best" and self.position.best_step not in (-1, self.position.step):
+            state = checkpoint.load(self.folder, "best", ranks=self.ranks, allocate=checkpoint.room_for(setup.model))
+            setup.load_state_dict(state["setup"])
+            reported = f"best, step {state['step']}"
+        results = self._evaluate(config.evaluation.split, self.folder / EXAMPLES)
+        if self.ranks.rank == 0:
+            split = config.evaluation.split
+            summary = {
+                "format": evaluation.FORMAT,
+                "split": split,
+                "weights": reported + (", averaged" if setup.ema else ""),
+                "datasets": {name: {split: result} for name, result in results.items()},
+            }
+            runfolder.write_json(self.folder / EVALUATION, without_nonfinite(summary))
+        memory = parallel.all_gather_objects(self.ranks, self.flips.peak_memory_gib())
+        if self.ranks.rank == 0:
+            self.events.write(
+                "end",
+                self.position.step,
+                reason=reason,
+                train_time_s=round(train_time_s, 3),
+                epochs=self.position.epoch,
+                peak_memory_gib=[round(value, 4) for value in memory],
+                memory_kind="CUDA allocator, peak" if self.ranks.device.type == "cuda" else "resident set, peak",
+            )
+
+
+def _headline(result: dict) -> float:
+    """The one number a dataset is judged by: rollout nRMSE where there is a rollout."""
+    return result.get("rollout_nrmse_mean", result["nrmse_mean"])

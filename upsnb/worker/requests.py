@@ -1,0 +1,95 @@
+"""Between two steps: rank 0 reads what is asked of the run, all ranks learn the same, and wait where it is to pause."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from upsnb.runs import runfolder
+from upsnb.runs.events import EventWriter
+from upsnb.spans import outside
+from upsnb.training import parallel
+from upsnb.training.parallel import Ranks
+from upsnb.worker.flips import Flips
+
+POLL_S = 0.1  # between two looks at control.json while all ranks wait
+REVISIONS = (runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.SETTINGS, runfolder.PAUSE)
+
+
+class Asked(NamedTuple):
+    """What all ranks are to do; of each from `checkpoint` on the revision that asks for it, 0: nothing."""
+
+    progress: float  # of the stage, 0 to 1; schedules follow it
+    time_is_up: bool
+    stop: bool
+    checkpoint: int
+    profile: int
+    settings: int
+    pause: int
+
+
+class Boundary:
+    """Requests to one launch of a run, and its pauses."""
+
+    def __init__(self, folder: Path, ranks: Ranks, events: EventWriter, flips: Flips):
+        self.folder, self.ranks, self.events, self.flips = folder, ranks, events, flips
+        self.overlay: dict | None = None  # the settings asked for, as read with the last revisions; on rank 0
+        self.paused_since: float | None = None
+        self._is_first = True  # no step was begun in this launch
+        self._saved, self._profiled = (
+            max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
+            for kind in ("checkpoint", "profile")
+        )
+
+    def ask(self, step: int, progress: float, time_is_up: bool) -> Asked:
+        """What is to be done now; all ranks enter. Acknowledges a cold flip whose ranks have come so far.
+
+        Args:
+            progress, time_is_up: rank 0's count.
+        """
+        message = torch.zeros(len(Asked._fields), dtype=torch.float64)
+        if self.ranks.rank == 0:
+            control, flips = runfolder.read_control(self.folder), self.flips
+            # After the first step, or where none is to follow: that the ranks are there has to do then.
+            if flips.trial and (not self._is_first or control.stop or control.paused or progress >= 1):
+                flips.acknowledge(step)
+            save, profile, settings, pause = (control.asked.get(what, 0) for what in REVISIONS)
+            save *= save > self._saved
+            profile *= profile > self._profiled
+            settings *= settings > flips.revision and not flips.trial  # one flip after the other
+            self._saved, self._profiled = max(save, self._saved), max(profile, self._profiled)
+            self.overlay, pause = control.overlay, pause * control.paused
+            message[:] = torch.tensor([progress, time_is_up, control.stop, save, profile, settings, pause])
+        progress, time_is_up, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
+        return Asked(progress, bool(time_is_up), bool(stop), *map(int, revisions))
+
+    @outside
+    def hold(self, step: int, revision: int) -> None:
+        """Wait for a moment."""
+        if self.paused_since is None:
+            self.paused_since = time.perf_counter()
+            if self.ranks.rank == 0:
+                self.events.write("paused", step, revision=revision)
+        time.sleep(POLL_S)
+
+    def leave(self, step: int, resumed: bool) -> float:
+        """End the boundary; the seconds of pause in it.
+
+        Args:
+            resumed: training goes on, and does not end.
+        """
+        self._is_first = False
+        if self.paused_since is None:
+            return 0.0
+        paused_s, self.paused_since = time.perf_counter() - self.paused_since, None
+        if resumed and self.ranks.rank == 0:
+            revision = runfolder.read_control(self.folder).asked.get(runfolder.RESUME)
+            self.events.write("resumed", step, revision=revision, paused_s=round(paused_s, 3))
+        return paused_s
+
+    def now(self) -> float:
+        """The clock of training [s], which stands still in a pause."""
+        return time.perf_counter() if self.paused_since is None else self.paused_since
