@@ -20,7 +20,7 @@ import torch
 
 from upsnb import hardware, overlays
 from upsnb.data.families import open_source
-from upsnb.runs import launch, runfolder
+from upsnb.runs import handle, runfolder
 from upsnb.training import evaluation, metrics
 from upsnb.training.setup import load_model
 
@@ -67,7 +67,7 @@ def train(task: str, data: Path, seed: int, minutes: float, variant: str, overla
         "logging.name": f"accuracy-{task}",
     }
     config = overlays.load(runfolder.project_root() / TASKS[task], overrides=overrides)
-    run = launch.start(config, attached=True)
+    run = handle.start(config, attached=True)
     run.wait()
     (result,) = json.loads((run.folder / "evaluation.json").read_text())["datasets"].values()
     events = run.events(("start", "step", "end"))

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 from upsnb.errors import RunError
-from upsnb.report.file import FIGURES, REPORT
 from upsnb.runs import runfolder
+from upsnb.runs.runfolder import FIGURES, REPORT
 
 REFERENCE = Path(__file__).resolve().parents[1] / "outputs/reference"
 NOTEBOOK = "notebook.ipynb"

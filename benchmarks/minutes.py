@@ -11,7 +11,7 @@ from keep import NOTEBOOK, REFERENCE
 
 from upsnb import overlays
 from upsnb.config import RunConfig
-from upsnb.report.file import REPORT
+from upsnb.runs.runfolder import REPORT
 
 CORES = 2  # of the machine whose minutes the table shows
 MOST_SETTINGS = 4  # that are named where a kept notebook had others than its own

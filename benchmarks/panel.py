@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from upsnb import hardware, overlays
-from upsnb.runs import events, handle, launch, runfolder
+from upsnb.runs import events, handle, runfolder
 from upsnb.widgets import charts
 from upsnb.widgets.panel import Panel
 from upsnb.worker.flips import throughput_ratio
@@ -87,7 +87,7 @@ def slowing(folder: Path, seconds: float) -> dict:
     settings = {"training.time_limit_s": seconds, "training.threads_per_rank": 1, "evaluation.every_epochs": 1000}
     settings |= {"stages.operator.epochs": 100_000, "data.datasets.darcy": None}
     config = overlays.load(ROOT / "params/smoke.yaml", overrides=settings)
-    run = launch.start(config, folder, attached=True)
+    run = handle.start(config, folder, attached=True)
     panel, turns = Panel(run), []
     while panel.status in runfolder.ALIVE:
         for followed in (True, False):

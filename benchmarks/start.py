@@ -26,8 +26,9 @@ from upsnb import overlays
 from upsnb.compare.turns import Turns
 from upsnb.config import RunConfig
 from upsnb.data import datasets
-from upsnb.report.file import REPORT, finish
-from upsnb.runs import launch, runfolder
+from upsnb.report.file import finish
+from upsnb.runs import handle, runfolder
+from upsnb.runs.runfolder import REPORT
 
 ROOT = runfolder.project_root()
 OUTPUT = ROOT / "outputs/reference/start/start.json"
@@ -46,7 +47,7 @@ def num_steps(config: RunConfig) -> int:
 def first_steps(config: RunConfig, folder: Path) -> dict:
     """How long a new run takes to its first step, and how much of its first steps is compiling."""
     began, last = time.time(), num_steps(config)
-    turns = Turns(launch.start(config, folder, attached=True))
+    turns = Turns(handle.start(config, folder, attached=True))
     while turns.is_alive() and turns.last_step < last:
         time.sleep(0.05)
         turns.read()
@@ -101,7 +102,7 @@ def split(executed: Mapping, events: list[dict], trained_s: float, began: float,
         "command": seconds(executed, "start_time"),
         "kernel": seconds(code[0], "start_time"),
         "imports": seconds(cell("from upsnb import"), "end_time"),
-        "data and its pictures": seconds(cell("launch.start("), "start_time"),
+        "data and its pictures": seconds(cell("handle.start("), "start_time"),
         "launch to training": started,
         "training": started + trained_s,
         "last save and evaluation": over,

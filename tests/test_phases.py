@@ -10,7 +10,7 @@ from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 from upsnb.phases import BY_NAME, PHASES, is_on, skip_missing, switchable, unmet
-from upsnb.runs import launch, runfolder, supervisor
+from upsnb.runs import handle, runfolder, supervisor
 from upsnb.training.setup import cold_changes
 
 PARAMS = Path(__file__).resolve().parents[1] / "params"
@@ -85,12 +85,12 @@ def test_nccl_variables_are_set_for_the_workers_and_the_users_own_win(tmp_path, 
 def test_a_run_starts_without_the_phases_it_skips_and_says_so(tmp_path, monkeypatch, capsys):
     started = []
     fake = SimpleNamespace(Popen=lambda *a, **k: started.append(a) or SimpleNamespace(poll=lambda: None), DEVNULL=0)
-    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(PIPE=0, STDOUT=0, **vars(fake)))
+    monkeypatch.setattr(handle, "subprocess", SimpleNamespace(PIPE=0, STDOUT=0, **vars(fake)))
     config = overlays.resolve({"device": "cpu", "nccl_tuning": True})
     with pytest.raises(ConfigError, match="nccl_tuning"):
-        launch.start(config, tmp_path / "run")
+        handle.start(config, tmp_path / "run")
     assert not started and not (tmp_path / "run").exists()
-    run = launch.start(overlays.apply(config, {"training.on_missing": "skip"}), tmp_path / "run", attached=False)
+    run = handle.start(overlays.apply(config, {"training.on_missing": "skip"}), tmp_path / "run", attached=False)
     assert run.config.training.nccl_tuning is False and len(started) == 1
     assert run.manifest["phases_skipped"].keys() == {"nccl"}
     assert "skipped nccl: training.nccl_tuning" in capsys.readouterr().out

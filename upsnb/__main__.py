@@ -15,8 +15,8 @@ import yaml
 from upsnb import hardware, overlays, phases
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, UpsError
-from upsnb.report.file import FIGURES, REPORT
 from upsnb.runs import runfolder
+from upsnb.runs.runfolder import FIGURES, REPORT
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
@@ -63,10 +63,10 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     """
     notebook = _find_notebook(notebook)
     parameters, config = read_parameters(notebook, files, params)
-    found = hardware.detect()
+    machine = hardware.detect()
     skips = config.training.on_missing == "skip"
     if not _plans_only(notebook):
-        hardware.check_runnable(phases.skip_missing(config, found)[0] if skips else config, found)
+        hardware.check_runnable(phases.skip_missing(config, machine)[0] if skips else config, machine)
     if folder is None:
         folder = runfolder.new_folder(config.logging.name, config.logging.root)
     elif (folder / runfolder.MANIFEST).exists():

@@ -1,6 +1,6 @@
 """Names for the parts of a step, free as long as nobody takes a profile.
 
-`with part("forward"):` costs 0.3 microseconds; what a profile makes of it is in `upsnb.profile.recorder`.
+`with span("forward"):` costs 0.3 microseconds; what a profile makes of it is in `upsnb.profile.recorder`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Current:
     name: str = OTHER
 
 
-class part:
+class span:
     """Within it, time counts for a part of the step; an inner part takes its time from the outer one."""
 
     __slots__ = ("name", "outer")
@@ -48,12 +48,12 @@ class part:
             _Current.recorder.switch(self.outer)
 
 
-def outside(function: Callable) -> Callable:
+def outside_step(function: Callable) -> Callable:
     """Decorate what happens between two steps and counts for none."""
 
     @functools.wraps(function)
     def wrapped(*arguments, **options):
-        with part(OUTSIDE):
+        with span(OUTSIDE):
             return function(*arguments, **options)
 
     return wrapped

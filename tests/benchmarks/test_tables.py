@@ -8,13 +8,12 @@ import pytest
 import readme
 
 from upsnb import hardware, overlays
-from upsnb.compare import ladder, scaling
+from upsnb.compare import ladder, scaling, verdict
 from upsnb.compare.turns import Block
 from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
 from upsnb.profile import flops, recorder
 from upsnb.profile import report as profiling
-from upsnb.report import results
 from upsnb.runs import handle, runfolder, throughput
 
 LAPTOP = Hardware("cpu", 1, "a laptop", 16.0, 2)
@@ -49,7 +48,7 @@ def phases_report(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "detect", lambda: LAPTOP)
     base = overlays.resolve({"training.device": "cpu"})
     chosen = [phase.name for phase in PHASES if phase.name != "fsdp2"]
-    return ladder.measure(base, tmp_path, chosen=chosen, say=lambda text: None)
+    return ladder.measure(base, tmp_path, chosen=chosen, log=lambda text: None)
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def scaling_report(profile, monkeypatch, tmp_path):
     monkeypatch.setattr(profiling, "read", lambda folder, num_ranks: num_ranks * records)
     monkeypatch.setattr(hardware, "detect", lambda: LAPTOP)
     base = overlays.resolve({"training.device": "cpu", "training.batch_size": 5, "training.accum_steps": 2})
-    return scaling.measure(base, tmp_path / "scaling", ranks=[1, 2, 4], wrappers=["ddp"], say=lambda text: None)
+    return scaling.measure(base, tmp_path / "scaling", ranks=[1, 2, 4], wrappers=["ddp"], log=lambda text: None)
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -152,7 +151,7 @@ def test_a_comparison_shows_each_criterion_and_whether_it_holds(tiny_config, tra
         train_here(tiny_config(names=("advection",), **{"evaluation.rollout": False, **overlay}), tmp_path / name)
         runfolder.update_manifest(tmp_path / name, status="finished")
         arms.append(handle.Run(tmp_path / name))
-    made = results.compare(*arms, criteria={"speedup": 1e9, "nrmse_ratio": 1.03})
+    made = verdict.compare(*arms, criteria={"speedup": 1e9, "nrmse_ratio": 1.03})
     found = rows(measurements.comparisons([made]))
     ratio = made["speedup"]["median"]
     assert found["samples/s, quick over slow [95 % interval]"][1:] == [

@@ -9,9 +9,12 @@ from functools import partial
 import pytest
 from jupyterlab_page import SHOTS, Lab
 
-from upsnb.runs import handle, launch, runfolder
+from upsnb.runs import handle, runfolder
 
-SHOW = "from upsnb.runs import handle\nfrom upsnb.widgets import panel\nshown = panel.Panel(handle.Run.attach({!r}))\nshown.start()"
+SHOW = (
+    "from upsnb.runs.handle import Run\nfrom upsnb.widgets.panel import Panel\n"
+    "shown = Panel(Run.attach({!r}))\nshown.start()"
+)
 BUSY = {  # cells that end when a file is there
     "sleeping": "import pathlib, time\nwhile not pathlib.Path('sleeping').exists():\n    time.sleep(0.2)",
     "computing": "while not pathlib.Path('computing').exists():\n    sum(range(100_000))",
@@ -59,7 +62,7 @@ def run(tmp_path, tiny_config):
 
     def start(**overlay) -> handle.Run:
         config = tiny_config(**{"stages.operator.epochs": 100_000, "evaluation.every_epochs": 50, **overlay})
-        started.append(launch.start(config, tmp_path / "run", attached=True))
+        started.append(handle.start(config, tmp_path / "run", attached=True))
         until(lambda: len(started[-1].events(["step"])) > 20, 90, "it does not train")
         return started[-1]
 

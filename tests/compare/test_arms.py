@@ -12,7 +12,6 @@ from upsnb.compare.turns import Block, throughput_ratio
 from upsnb.compare.verdict import NOISE
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
-from upsnb.report import results
 from upsnb.runs.handle import Run
 
 BATCH = {"training.batch_size": 4, "training.accum_steps": 2}
@@ -133,7 +132,7 @@ def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_p
     base = tiny_config(**{"stages.operator.epochs": 5, "evaluation.every_epochs": 2})
     other = overlays.apply(base, {"operator.pdet.use_activation_checkpoint": True})
     said: list[str] = []
-    runs = compare.compare(base, other, tmp_path / "ab", block_s=0.5, say=said.append)
+    runs = compare.compare(base, other, tmp_path / "ab", block_s=0.5, log=said.append)
     assert {name: [run.status() for run in those] for name, those in runs.items()} == {
         name: ["finished"] for name in ("baseline", "optimized", NOISE)
     }
@@ -156,6 +155,6 @@ def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_p
         *("speed.png", "quality.png", "outcome.png")
     }
 
-    later = results.compare(Run.attach(runs["baseline"][0].folder), runs["optimized"][0])
+    later = verdict.compare(Run.attach(runs["baseline"][0].folder), runs["optimized"][0])
     assert later["nrmse_ratio"] == made["nrmse_ratio"]
     assert later["speedup"]["ci95"] == [None, None] and not later["interleaved"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from upsnb.data import batches, generate
-from upsnb.data.batches import Batch, Loader, Schedule, augment, invert_square, transform_square
+from upsnb.data.batches import Batch, Loader, Schedule
 from upsnb.data.datasets import generated_path, open_dataset
+from upsnb.data.symmetries import augment, invert_square, transform_square
 from upsnb.errors import DataError
 
 

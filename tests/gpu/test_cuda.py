@@ -13,13 +13,13 @@ import torch
 
 from upsnb import overlays
 from upsnb.data.batches import Loader
-from upsnb.memory import allocator, predict
+from upsnb.memory import measure, predict
 from upsnb.profile import report
 from upsnb.runs import handle, runfolder
 from upsnb.training import checkpoint, parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
-from upsnb.worker import loop, telemetry
+from upsnb.worker import telemetry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,8 @@ def test_a_short_run_learns_and_ends(train_cuda, tmp_path, settings):
     steps = [event for event in events if event["kind"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
     assert all(event["step_time_ms"] > 0 for event in steps)
-    assert json.loads((tmp_path / "run" / loop.EVALUATION).read_text())["datasets"].keys() == {"advection", "darcy"}
+    evaluation = json.loads((tmp_path / "run" / runfolder.EVALUATION).read_text())
+    assert evaluation["datasets"].keys() == {"advection", "darcy"}
     names = checkpoint.load(tmp_path / "run")["setup"]["model"]
     assert not any(part in name for name in names for part in ("module.", "_orig_mod."))
 
@@ -277,7 +278,7 @@ def test_the_driver_tells_power_and_clock_of_a_busy_gpu():
 )
 def test_memory_prediction_is_what_cudas_allocator_saw(tiny_config, settings):
     config = tiny_config(**CUDA, **{"training.batch_size": 512, **settings})
-    predicted, measured = predict.predict(config), predict.measure(config)
+    predicted, measured = predict.predict(config), measure.measure(config)
     assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.1)
     assert max(measured.history["allocated_bytes"]) >= 0.9 * measured.nbytes
     assert measured.history["out_of_memory"] is None and measured.history["largest"]
@@ -285,7 +286,7 @@ def test_memory_prediction_is_what_cudas_allocator_saw(tiny_config, settings):
 
 def test_running_out_of_memory_leaves_a_history_that_names_the_line():
     device = torch.device("cuda", 0)
-    meter = allocator.Meter(device)
+    meter = measure.Meter(device)
     with pytest.raises(torch.OutOfMemoryError), meter:
         meter.begin()
         kept = torch.empty(2**20, device=device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from upsnb.config import PdetConfig
-from upsnb.models.operator import Operator
+from upsnb.models.transformer import Operator
 
 SHAPE = (3, 16, 32)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from upsnb.config import OperatorConfig
-from upsnb.models.attention import Attention, rotary_table
 from upsnb.models.codec import PatchEncoder, build_decoder, build_encoder
 from upsnb.models.geometry import grid_points
+from upsnb.models.transformer import Attention, rotary_table
 
 DECODERS = ("local_basis", "unpatchify", "cross_attention")
 families = pytest.mark.parametrize("family", ("advection1d", "darcy2d"))

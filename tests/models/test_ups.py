@@ -10,9 +10,8 @@ from upsnb import overlays
 from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig
 from upsnb.data.generate import solve_darcy
 from upsnb.errors import ConfigError, DataError
-from upsnb.models.attention import Block
 from upsnb.models.geometry import grid_points
-from upsnb.models.operator import Operator
+from upsnb.models.transformer import Block, Operator
 from upsnb.models.ups import UPS, count_parameters, wall_factor
 from upsnb.training import optimizers
 from upsnb.training.compiling import set_compile

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from upsnb.runs import checkpoint_index, launch, runfolder
+from upsnb.runs import checkpoint_index, handle, runfolder
 from upsnb.training import checkpoint, optimizers
 from upsnb.training import setup as setups
 from upsnb.training.parallel import Ranks
@@ -188,7 +188,7 @@ def test_a_run_killed_in_a_save_and_in_a_step_goes_on_by_itself(tiny_config, tra
     alone = train_here(tiny_config(**settings), tmp_path / "alone")
     ranks = {"training.num_gpus": 2, "training.batch_size": 4, "training.max_restarts": 2}
     saving = {"checkpoint.interval": INTERVAL, "checkpoint.async_save": True}
-    run = launch.start(tiny_config(**settings, **ranks, **saving), tmp_path / "run", attached=True, worker=__file__)
+    run = handle.start(tiny_config(**settings, **ranks, **saving), tmp_path / "run", attached=True, worker=__file__)
     try:
         assert run.wait(timeout=110) == "finished"
     finally:

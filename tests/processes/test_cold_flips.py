@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from upsnb.runs import launch, runfolder
+from upsnb.runs import handle, runfolder
 from upsnb.runs.runfolder import Heartbeat
 from upsnb.worker import __main__ as worker
 
@@ -46,7 +46,7 @@ def start(tiny_config, tmp_path, monkeypatch):
         monkeypatch.setenv("UPSNB_KILL", kill)
         settings = {"stages.operator.epochs": 100000, "optimizer.name": "adamw", "training.ema_decay": 0.9, **settings}
         settings.setdefault("stages.operator.scheduler.name", "constant")
-        run = launch.start(tiny_config(**settings), tmp_path / "run", attached=True, worker=__file__)
+        run = handle.start(tiny_config(**settings), tmp_path / "run", attached=True, worker=__file__)
         started.append(run)
         return run
 

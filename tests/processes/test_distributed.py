@@ -47,7 +47,7 @@ def worker(folder: Path) -> None:
 def checksum(model) -> str:
     """SHA-256 over all weights, gathered where they are sharded, bit for bit."""
     digest = hashlib.sha256()
-    for name, value in sorted(parallel.whole(dict(model.state_dict())).items()):
+    for name, value in sorted(parallel.gather_full(dict(model.state_dict())).items()):
         digest.update(name.encode() + value.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -150,7 +150,7 @@ def test_the_number_of_ranks_does_not_change_the_loss_curve(pair):
 
 def test_the_number_of_ranks_does_not_change_the_evaluation(pair):
     alone, together, _ = pair
-    results = [json.loads((folder / loop.EVALUATION).read_text())["datasets"] for folder in (alone, together)]
+    results = [json.loads((folder / runfolder.EVALUATION).read_text())["datasets"] for folder in (alone, together)]
     for name in ("advection", "darcy"):
         first, second = (result[name]["test"] for result in results)
         assert first["per_sample"]["samples"] == second["per_sample"]["samples"]

@@ -17,10 +17,10 @@ import torch
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.config import RunConfig
+from upsnb.runs import runfolder
 from upsnb.training import optimizers, parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
-from upsnb.worker import loop
 
 pytestmark = pytest.mark.timeout(300)
 COMMON = {
@@ -88,7 +88,7 @@ def train(setup: Setup, num_steps: int, flips: dict) -> list[tuple[float, float]
 
 def local_bytes(setup: Setup) -> int:
     """What this rank holds of parameters and optimizer state."""
-    moments = optimizers.moments(setup.model, setup.optimizers).values()
+    moments = optimizers.optimizer_state(setup.model, setup.optimizers).values()
     held = [*setup.model.parameters(), *(value for state in moments for value in state.values() if value.dim())]
     return sum(optimizers.local(tensor).nbytes for tensor in held)
 
@@ -101,7 +101,7 @@ def distance(one: dict, other: dict, start: dict) -> float:
 
 
 def weights_of(setup: Setup) -> dict:
-    return {name: value.clone() for name, value in parallel.whole(dict(setup.model.state_dict())).items()}
+    return {name: value.clone() for name, value in parallel.gather_full(dict(setup.model.state_dict())).items()}
 
 
 def compare(case: str, config: RunConfig, ranks: Ranks) -> dict:
@@ -114,11 +114,11 @@ def compare(case: str, config: RunConfig, ranks: Ranks) -> dict:
         start, names = weights_of(setup), [name for name, _ in setup.model.named_parameters()]
         curve = train(setup, num_steps, flips)
         state = setup.state_dict()
-        found.append((curve, weights_of(setup), parallel.whole(state), names))
+        found.append((curve, weights_of(setup), parallel.gather_full(state), names))
     # saved, and taken up again by a fresh one
     again = Setup.build(setup.config, Path(), ranks, lambda message: None)
     again.load_state_dict(state)
-    restored, own = parallel.whole(again.state_dict()), parallel.whole(setup.state_dict())
+    restored, own = parallel.gather_full(again.state_dict()), parallel.gather_full(setup.state_dict())
     (plain, one, before, names), (sharded, other, after, sharded_names) = found
     return {
         "curves": [plain, sharded],
@@ -262,8 +262,8 @@ def test_one_rank_without_torchrun_is_a_whole_run(tiny_config, train_here, tmp_p
         events = alone(tiny_config(**settings), folder, train_here)
         assert not torch.distributed.is_initialized()
         assert events[-1]["kind"] == "end" and events[-1]["reason"] == "epochs"
-        results = json.loads((folder / loop.EVALUATION).read_text())["datasets"]
-        assert (folder / loop.EXAMPLES).exists()
+        results = json.loads((folder / runfolder.EVALUATION).read_text())["datasets"]
+        assert (folder / runfolder.EXAMPLES).exists()
         found[sharded] = (
             [event["loss"] for event in events if event["kind"] == "step"],
             [result["test"]["nrmse_mean"] for result in results.values()],

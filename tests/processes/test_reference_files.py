@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from upsnb import hardware, overlays, phases
-from upsnb.runs import launch
+from upsnb.runs import handle
 
 PARAMS = Path(__file__).resolve().parents[2] / "params"
 REFERENCE = ("2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized")
@@ -32,7 +32,7 @@ def test_a_reference_file_trains_as_it_is_written(name, tmp_path, data_root):
         config = overlays.apply(config, {"data.datasets.advection": None, "training.lambda_inv_dec": None})
     config, skipped = phases.skip_missing(config, hardware.detect())
     assert skipped.keys() <= {"optimizer_offload"}
-    run = launch.start(config, tmp_path / "run", attached=True)
+    run = handle.start(config, tmp_path / "run", attached=True)
     assert run.wait(280) == "finished"
     (start,) = run.events(("start",))
     assert start["num_ranks"] == config.training.num_gpus

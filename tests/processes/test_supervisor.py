@@ -11,7 +11,7 @@ import pytest
 
 from upsnb import overlays
 from upsnb.errors import RunError, RunFailed
-from upsnb.runs import handle, launch, runfolder
+from upsnb.runs import handle, runfolder
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")]
 WORKER = Path(__file__).parent / "faulty_worker.py"
@@ -26,7 +26,7 @@ def config(num_ranks, **training):
 def start(monkeypatch, folder, fault, num_ranks, attached=False, **training):
     monkeypatch.setenv("UPSNB_FAULT", fault)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    run = launch.start(config(num_ranks, **training), folder, attached=attached, worker=WORKER)
+    run = handle.start(config(num_ranks, **training), folder, attached=attached, worker=WORKER)
     STARTED.append(run)
     return run
 
@@ -207,8 +207,8 @@ def test_attached_run_ends_with_the_process_that_started_it(monkeypatch, tmp_pat
     code = f"""
 import time
 from upsnb import overlays
-from upsnb.runs import launch
-launch.start(overlays.resolve({settings!r}), {str(folder)!r}, attached=True, worker={str(WORKER)!r})
+from upsnb.runs import handle
+handle.start(overlays.resolve({settings!r}), {str(folder)!r}, attached=True, worker={str(WORKER)!r})
 time.sleep(600)
 """
     kernel = subprocess.Popen([sys.executable, "-c", code])

@@ -64,9 +64,9 @@ def write_run(folder, events, status="finished", cause=None, evaluation=None, ex
         writer.write(event["kind"], event["step"], **fields)
     writer.close()
     if evaluation:
-        (folder / figures.EVALUATION).write_text(json.dumps(evaluation))
+        (folder / runfolder.EVALUATION).write_text(json.dumps(evaluation))
     if examples:
-        np.savez(folder / figures.EXAMPLES, **examples)
+        np.savez(folder / runfolder.EXAMPLES, **examples)
     return handle.Run.attach(folder)
 
 
@@ -260,9 +260,9 @@ def test_a_figure_that_was_shown_is_not_drawn_again_to_be_saved(tmp_path, monkey
 
 def test_two_dimensional_fields_are_drawn_upright(tmp_path):
     run = finished(tmp_path / "run")
-    kept = dict(np.load(run.folder / figures.EXAMPLES))
+    kept = dict(np.load(run.folder / runfolder.EXAMPLES))
     kept["darcy/truth"][:, 0, 0] = np.arange(8)[:, None]  # grows with x, the first axis of the files
-    np.savez(run.folder / figures.EXAMPLES, **kept)
+    np.savez(run.folder / runfolder.EXAMPLES, **kept)
     image = figures.RunFigures.of(run).prediction("darcy").axes[1].images[0].get_array()
     assert (np.diff(image, axis=1) > 0).all() and (np.diff(image, axis=0) == 0).all()
 
@@ -338,7 +338,7 @@ def files(folder) -> dict:
 def test_two_saved_runs_are_compared_by_what_they_left(tmp_path):
     a, b = both(tmp_path, ms=50.0, darcy=0.06, validated=(0.3, 0.1))
     before = files(tmp_path)
-    made = results.compare(a, b)
+    made = verdict.compare(a, b)
     assert files(tmp_path) == before, "without a folder nothing is written"
     assert (made["baseline"], made["optimized"]) == ("one/run", "two/run")
     assert made["speedup"]["median"] == pytest.approx(2.0) and made["speedup"]["ci95"] == [None, None]
@@ -352,16 +352,16 @@ def test_two_saved_runs_are_compared_by_what_they_left(tmp_path):
 
 def test_a_comparison_is_written_where_it_is_asked_for_and_never_over_a_run(tmp_path):
     a, b = both(tmp_path)
-    made = results.compare(a, b, tmp_path / "ab", {"speedup": 1.0, "memory_gib": None})
+    made = verdict.compare(a, b, tmp_path / "ab", {"speedup": 1.0, "memory_gib": None})
     assert json.loads((tmp_path / "ab" / "report.json").read_text()) == made and made["verdict"] == "passed"
     with pytest.raises(RunError, match="holds a run"):
-        results.compare(a, b, b.folder)
+        verdict.compare(a, b, b.folder)
     with pytest.raises(RunError, match="with itself"):
-        results.compare(a, handle.Run(a.folder))
+        verdict.compare(a, handle.Run(a.folder))
 
 
 def test_errors_that_are_not_finite_hold_no_criterion(tmp_path):
-    made = results.compare(*both(tmp_path, validated=(0.3, None), darcy=None), criteria={"speedup": 1.0})
+    made = verdict.compare(*both(tmp_path, validated=(0.3, None), darcy=None), criteria={"speedup": 1.0})
     judged = {item["name"]: (item["measured"], item["passed"]) for item in made["criteria"]}
     assert judged["loss_delta"] == judged["nrmse_ratio"] == (None, False) and made["verdict"] == "failed"
     assert made["nrmse_ratio"]["darcy"] is None and made["time_to_quality_speedup"] is None
@@ -370,13 +370,13 @@ def test_errors_that_are_not_finite_hold_no_criterion(tmp_path):
 def test_runs_that_say_nothing_about_each_other_are_not_compared(tmp_path):
     a, b = both(tmp_path, split="validation")
     with pytest.raises(RunError, match=r"different data: .*one/run: darcy, waves \(test split\); .*\(validation split"):
-        results.compare(a, b)
+        verdict.compare(a, b)
     runfolder.update_manifest(b.folder, status="failed", cause="it broke")
     with pytest.raises(RunError, match="two/run: failed: it broke"):
-        results.compare(a, b)
+        verdict.compare(a, b)
     stopped = write_run(tmp_path / "stopped", [step(1), {"kind": "end", "step": 1, **END, "reason": "stopped"}])
     with pytest.raises(RunError, match=r"no final errors, because it ended early \(stopped\)"):
-        results.compare(a, stopped)
+        verdict.compare(a, stopped)
 
 
 def test_equal_arms_and_seeds_say_how_exact_the_errors_are(tmp_path):
@@ -388,7 +388,7 @@ def test_equal_arms_and_seeds_say_how_exact_the_errors_are(tmp_path):
         ]
         for number, (name, errors) in enumerate(ended.items())
     }
-    made = results.compare_arms(arms, None, None)
+    made = verdict.compare_arms(arms, None, None)
     assert made["nrmse_ratio"]["darcy"] == pytest.approx(0.975)
     assert made["nrmse_ratio_range"]["darcy"] == pytest.approx([0.75, 1.2])
     assert made["aa_nrmse_ratio"] == pytest.approx({"waves": 1.0, "darcy": 1.025}) and made["aa_loss_delta"] == 0.0
@@ -403,7 +403,7 @@ def test_equal_arms_and_seeds_say_how_exact_the_errors_are(tmp_path):
         "out_of_memory": "-",
     }
     del arms[verdict.NOISE]
-    alone = results.compare_arms(arms, None, None)
+    alone = verdict.compare_arms(arms, None, None)
     assert alone["aa_nrmse_ratio"] is alone["aa_loss_delta"] is None
     assert set(comparison_figures.verdict_table(alone)["two equal arms"]) == {"-"}
 
@@ -421,8 +421,8 @@ def test_the_summary_says_where_two_machines_were_compared(tmp_path):
     a, b = both(tmp_path)
     there = {**b.manifest["hardware"], "device_name": "another machine"}
     runfolder.update_manifest(b.folder, hardware=there)
-    assert "on different machines" in verdict.summary(results.compare(a, b))
-    assert "on different machines" not in verdict.summary(results.compare(a, finished(tmp_path / "c", "test")))
+    assert "on different machines" in verdict.summary(verdict.compare(a, b))
+    assert "on different machines" not in verdict.summary(verdict.compare(a, finished(tmp_path / "c", "test")))
 
 
 # -- what all reports share ----------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def failure(folder, rank, time, message="boom", **more):
 
 
 def cause(folder, exit_code=1):
-    result = postmortem.judge(folder, exit_code, 0)
+    result = postmortem.examine(folder, exit_code, 0)
     assert result.status == "failed"
     return result.cause
 
@@ -65,7 +65,7 @@ def ended(folder, checkpoint=True, segments=1):
 
 def test_finished_needs_exit_code_end_event_and_checkpoint(tmp_path):
     ended(tmp_path)
-    assert postmortem.judge(tmp_path, 0, 0) == postmortem.Verdict("finished", None, "epochs", 0)
+    assert postmortem.examine(tmp_path, 0, 0) == postmortem.Ending("finished", None, "epochs", 0)
     assert cause(tmp_path, 1) == "torchrun ended with exit code 1, see worker.log"
 
 
@@ -113,14 +113,14 @@ def test_abort_is_the_cause_only_where_no_rank_raised(tmp_path):
 
 def test_summary_of_an_earlier_launch_is_not_read(tmp_path):
     log(tmp_path, (0, -9, 0))
-    assert postmortem.judge(tmp_path, 1, (tmp_path / runfolder.LOG).stat().st_size).cause.startswith("torchrun ended")
+    assert postmortem.examine(tmp_path, 1, (tmp_path / runfolder.LOG).stat().st_size).cause.startswith("torchrun ended")
 
 
 def test_full_disk_wins_and_is_no_crash(tmp_path):
     failure(tmp_path, 0, time=20.0, message="Connection closed by peer")
     failure(tmp_path, 1, time=20.1, message="[Errno 28] No space left on device", type="OSError", disk_full=True)
     assert cause(tmp_path).startswith(f"no space left on the disk of {tmp_path} (rank 1 raised OSError at step 4: ")
-    assert not postmortem.judge(tmp_path, 1, 0).crashed
+    assert not postmortem.examine(tmp_path, 1, 0).crashed
 
 
 # -- hung ranks ----------------------------------------------------------------------------------------------------

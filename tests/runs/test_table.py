@@ -13,6 +13,7 @@ from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.report import results
 from upsnb.runs import events, handle, processes, runfolder
+from upsnb.runs.table import table
 
 
 def make(folder, status="finished", created=1.8e9, steps=40, flips=(), end=True, **manifest):
@@ -39,7 +40,7 @@ def make(folder, status="finished", created=1.8e9, steps=40, flips=(), end=True,
 
 
 def only(root) -> pd.Series:
-    (row,) = [row for _, row in handle.table(root).iterrows()]
+    (row,) = [row for _, row in table(root).iterrows()]
     return row
 
 
@@ -64,10 +65,10 @@ def test_newest_comes_first_and_datasets_of_all_runs_have_columns(tmp_path):
         make(tmp_path / name, created=created)
     with open(events.events_path(make(tmp_path / "d", created=4e8, end=False).folder), "a") as file:
         file.write('{"kind": "eval", "time": 9e9, "step": 41, "split": "validation", "val_nrmse": {"other": 0.75}}\n')
-    table = handle.table(tmp_path)
-    assert list(table["run"]) == ["d", "b", "c", "a"]
-    assert table.nrmse_other.tolist()[0] == 0.75 and table.nrmse_other.isna().sum() == 3
-    assert table.nrmse_darcy.isna().tolist() == [True, False, False, False]
+    frame = table(tmp_path)
+    assert list(frame["run"]) == ["d", "b", "c", "a"]
+    assert frame.nrmse_other.tolist()[0] == 0.75 and frame.nrmse_other.isna().sum() == 3
+    assert frame.nrmse_darcy.isna().tolist() == [True, False, False, False]
 
 
 def test_live_run_is_followed_and_an_old_report_is_not_believed(tmp_path):
@@ -92,10 +93,10 @@ def test_live_run_is_followed_and_an_old_report_is_not_believed(tmp_path):
 def test_failed_and_killed_runs_give_their_cause(tmp_path):
     make(tmp_path / "failed", status="failed", created=2e8, cause="rank 1 raised MemoryError", end=False)
     make(tmp_path / "killed", status="running", created=1e8, supervisor="1:never", end=False)
-    table = handle.table(tmp_path)
-    assert list(table.status) == ["failed", "died"]
-    assert table.cause[0] == "rank 1 raised MemoryError" and "its supervisor was killed" in table.cause[1]
-    assert list(table.steps) == [40, 40]
+    frame = table(tmp_path)
+    assert list(frame.status) == ["failed", "died"]
+    assert frame.cause[0] == "rank 1 raised MemoryError" and "its supervisor was killed" in frame.cause[1]
+    assert list(frame.steps) == [40, 40]
 
 
 def test_run_without_a_step_is_a_row(tmp_path):
@@ -121,9 +122,9 @@ DAMAGE = {
 def test_damaged_folder_is_a_row_and_hides_no_other(tmp_path, damage):
     make(tmp_path / "good", created=1e8)
     DAMAGE[damage](make(tmp_path / "bad").folder)
-    table = handle.table(tmp_path).set_index("run")
-    assert table.status["bad"] == "unreadable" and len(table.cause["bad"]) > 5
-    assert table.status["good"] == "finished" and table.nrmse_darcy["good"] == 0.05
+    frame = table(tmp_path).set_index("run")
+    assert frame.status["bad"] == "unreadable" and len(frame.cause["bad"]) > 5
+    assert frame.status["good"] == "finished" and frame.nrmse_darcy["good"] == 0.05
 
 
 def test_damaged_files_beside_a_good_manifest_cost_only_what_they_held(tmp_path):
@@ -147,7 +148,7 @@ def test_foreign_folder_is_named_and_hidden_folders_and_files_are_not(tmp_path):
 def test_runs_one_folder_deeper_are_found(tmp_path):
     make(tmp_path / "sweep" / "a")
     make(tmp_path / "sweep" / "b")
-    assert sorted(handle.table(tmp_path)["run"]) == ["sweep/a", "sweep/b"]
+    assert sorted(table(tmp_path)["run"]) == ["sweep/a", "sweep/b"]
 
 
 def test_runs_of_a_comparison_are_found_and_reports_are_no_runs(tmp_path):
@@ -155,14 +156,14 @@ def test_runs_of_a_comparison_are_found_and_reports_are_no_runs(tmp_path):
     for folder in (tmp_path / "compare-1", tmp_path / "memory-1", tmp_path / "reference" / "memory"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text("{}")
-    assert list(handle.table(tmp_path)["run"]) == ["compare-1/runs/baseline-seed42"]
+    assert list(table(tmp_path)["run"]) == ["compare-1/runs/baseline-seed42"]
 
 
 def test_empty_root_is_an_empty_table_and_no_root_an_error(tmp_path):
-    table = handle.table(tmp_path)
-    assert len(table) == 0 and {"run", "status", "created", "samples_per_s", "cause"} <= set(table)
+    frame = table(tmp_path)
+    assert len(frame) == 0 and {"run", "status", "created", "samples_per_s", "cause"} <= set(frame)
     with pytest.raises(RunError, match="no such folder"):
-        handle.table(tmp_path / "nowhere")
+        table(tmp_path / "nowhere")
 
 
 def test_two_hundred_runs_without_reports_are_listed_without_torch(tmp_path):
@@ -177,9 +178,6 @@ def test_two_hundred_runs_without_reports_are_listed_without_torch(tmp_path):
         folder.mkdir()
         for name in ("manifest.json", "events.jsonl", "evaluation.json", "config.yaml"):
             os.link(run.folder / name, folder / name)
-    code = (
-        "import sys; from upsnb.runs.table import table;"
-        "print(len(table(sys.argv[1])), 'torch' in sys.modules)"
-    )
+    code = "import sys; from upsnb.runs.table import table;print(len(table(sys.argv[1])), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert done.stdout.split() == ["201", "False"], done.stderr

@@ -170,7 +170,7 @@ ONE_PART = """
 import types, torch
 from upsnb import compiling
 from upsnb.compiling import CompileCounter
-from upsnb.models.attention import Mlp
+from upsnb.models.transformer import Mlp
 mlp = Mlp(8, 8)  # code of torch's own modules is never compiled in place
 none = torch.nn.ModuleDict()
 model = types.SimpleNamespace(operator=types.SimpleNamespace(blocks=[mlp]), encoders=none, decoders=none,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from upsnb.config import EvaluationConfig
-from upsnb.data.batches import invert_square, transform_square
+from upsnb.data.symmetries import invert_square, transform_square
 from upsnb.training import evaluation, metrics, parallel
 from upsnb.training.evaluation import evaluate, spread
 from upsnb.training.parallel import Ranks

@@ -8,8 +8,8 @@ import pytest
 
 from upsnb import overlays
 from upsnb.errors import ConfigError
-from upsnb.runs import launch, runfolder
-from upsnb.runs.postmortem import Verdict
+from upsnb.runs import handle, runfolder
+from upsnb.runs.postmortem import Ending
 from upsnb.runs.runfolder import Launch
 from upsnb.runs.supervisor import Supervisor
 from upsnb.training.parallel import Ranks
@@ -217,17 +217,17 @@ FLIP = {
     "since": 0.0,
     "phases_on": [],
 }
-RELAUNCHING = Verdict("relaunching", relaunch=FLIP)
+RELAUNCHING = Ending("relaunching", relaunch=FLIP)
 
 
 @pytest.mark.parametrize(
     ("ends", "is_answered", "launched"),
     [
-        ([RELAUNCHING, Verdict("failed", "rank 1 died", crashed=True), Verdict("finished")], False, [1, 2, 1]),
-        ([RELAUNCHING, Verdict("failed", "rank 1 hung", hung=True), Verdict("finished")], False, [1, 2, 1]),
-        ([RELAUNCHING, Verdict("failed", "rank 1 died", crashed=True)], True, [1, 2]),  # a crash, and no restarts
-        ([RELAUNCHING, Verdict("failed", "no space left")], False, [1, 2]),  # a relaunch cannot help
-        ([RELAUNCHING, RELAUNCHING, Verdict("finished")], True, [1, 2, 2]),
+        ([RELAUNCHING, Ending("failed", "rank 1 died", crashed=True), Ending("finished")], False, [1, 2, 1]),
+        ([RELAUNCHING, Ending("failed", "rank 1 hung", hung=True), Ending("finished")], False, [1, 2, 1]),
+        ([RELAUNCHING, Ending("failed", "rank 1 died", crashed=True)], True, [1, 2]),  # a crash, and no restarts
+        ([RELAUNCHING, Ending("failed", "no space left")], False, [1, 2]),  # a relaunch cannot help
+        ([RELAUNCHING, RELAUNCHING, Ending("finished")], True, [1, 2, 2]),
     ],
 )
 def test_only_a_flip_without_a_step_is_rolled_back(tmp_path, monkeypatch, ends, is_answered, launched):
@@ -282,7 +282,7 @@ def test_under_skip_a_live_flip_leaves_out_what_cannot_run_and_names_it(tiny_con
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_live_run_obeys_refuses_and_measures(tiny_config, tmp_path, num_ranks):
     config = tiny_config(**{"training.num_gpus": num_ranks, "training.batch_size": 2, "stages.operator.epochs": 100000})
-    run = launch.start(config, tmp_path / "run", attached=True)
+    run = handle.start(config, tmp_path / "run", attached=True)
     try:
         wait_for(run, "step", 60)
         assert run.flip("activation_checkpointing", True) == 1

@@ -12,9 +12,8 @@ from upsnb import config as configs
 from upsnb import overlays
 from upsnb.config import GuardsConfig
 from upsnb.errors import ConfigError, RunError
-from upsnb.runs import launch, postmortem, recovery, runfolder
+from upsnb.runs import handle, postmortem, recovery, runfolder
 from upsnb.runs.supervisor import Supervisor
-from upsnb.training import probe
 from upsnb.training.losses import LossModule
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
@@ -244,7 +243,7 @@ def test_a_failing_step_leaves_no_gradient(tiny_setup, little_memory):
     with pytest.raises(torch.OutOfMemoryError):
         setup.step(batches(setup), 0, 0)
     scale = setup.scaler.get_scale()
-    probe.abandon_step(setup)
+    setup.discard_step()
     assert all(parameter.grad is None for parameter in setup.model.parameters())
     assert setup.scaler.get_scale() == scale
 
@@ -325,7 +324,7 @@ def crashed(tmp_path):
         folder = runfolder.create(overlays.resolve(overlay), tmp_path / "run")
         failure = {"rank": 1, "time": 0.0, "step": 3, "type": "OutOfMemory", "message": "too large", "disk_full": False}
         runfolder.write_json(folder / "failure.rank1.json", failure)
-        return Supervisor(folder), postmortem.judge(folder, 1, 0)
+        return Supervisor(folder), postmortem.examine(folder, 1, 0)
 
     return make
 
@@ -591,7 +590,7 @@ def test_a_second_wish_to_compile_is_tried_again(tiny_setup, broken_compiler):
     for _ in range(2):
         setup.update(overlays.apply(setup.config, {"training.compile": True}))
         with pytest.raises(Exception, match="compiler"):
-            probe.compile_now(setup)
+            setup.try_compile()
         setup.update(overlays.apply(setup.config, {"training.compile": False}))
     setup.step(batches(setup), 0, 0)
 
@@ -605,7 +604,7 @@ def test_compiling_ahead_leaves_noise_gradients_weights_and_data_as_found(tiny_s
         epoch = setup.loader.epoch(0)
         first = [next(epoch), next(epoch)]
         if setup is probed:
-            probe.compile_now(setup)
+            setup.try_compile()
             assert all(parameter.grad is None for parameter in setup.model.parameters())
         losses.append(setup.step(first, 0, 0)[0].item())
         losses.append(setup.step([next(epoch), next(epoch)], 1, 2)[0].item())
@@ -614,10 +613,10 @@ def test_compiling_ahead_leaves_noise_gradients_weights_and_data_as_found(tiny_s
 
 def test_what_is_compiled_already_is_not_tried_out_again(tiny_setup, eager_compiler, monkeypatch):
     setup = tiny_setup(**{"training.compile": True})
-    probe.compile_now(setup)
-    monkeypatch.setattr(probe, "_forward_backward", lambda _: pytest.fail("tried out again"))
+    setup.try_compile()
+    monkeypatch.setattr(Setup, "_probe", lambda _: pytest.fail("tried out again"))
     setup.update(overlays.apply(setup.config, {"optimizer.lr": 1e-4}))
-    probe.compile_now(setup)
+    setup.try_compile()
 
 
 # -- several ranks -------------------------------------------------------------------------------------------------
@@ -632,7 +631,7 @@ def two_ranks(tmp_path_factory, tiny_config):
         **{"training.ema_decay": 0.9, "checkpoint.interval": 2, "optimizer.name": "adamw"},
         **{"guards.compile_failure": "off", "guards.out_of_memory": True, "guards.nonfinite": "stop"},
     )
-    run = launch.start(config, folder, attached=True, worker=WORKER)
+    run = handle.start(config, folder, attached=True, worker=WORKER)
     try:
         assert run.wait(timeout=150) == "finished", run.log_tail()
     finally:

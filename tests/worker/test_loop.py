@@ -14,7 +14,6 @@ import torch
 from upsnb.data.batches import Loader
 from upsnb.runs import runfolder
 from upsnb.training import checkpoint, evaluation, timing
-from upsnb.worker import loop
 
 STEP_FIELDS = {  # what every step event holds
     "kind", "time", "step", "step_time_ms", "samples_per_s", "data_wait_ms", "loss", "losses", "learning_rate",
@@ -131,11 +130,11 @@ def test_a_run_ends_with_its_end_event_and_its_checkpoint(finished):
 
 def test_the_report_is_of_the_asked_split_and_the_averaged_weights(finished):
     folder, _, config = finished
-    report = json.loads((folder / loop.EVALUATION).read_text())
+    report = json.loads((folder / runfolder.EVALUATION).read_text())
     assert report["split"] == config.evaluation.split == "test" and "averaged" in report["weights"]
     for name in ("advection", "darcy"):
         assert report["datasets"][name]["test"]["nrmse_mean"] > 0
-    with np.load(folder / loop.EXAMPLES) as arrays:
+    with np.load(folder / runfolder.EXAMPLES) as arrays:
         assert {"advection/forecast", "darcy/forecast"} <= set(arrays)
 
 
@@ -183,7 +182,7 @@ def test_a_stop_request_is_obeyed_after_the_step(tiny_config, train_here, tmp_pa
         lambda step: runfolder.write_control(folder, None, runfolder.STOP) if step == 7 else None,
     )
     assert (events[-1]["reason"], events[-1]["step"]) == ("stopped", 8)
-    assert checkpoint.load(folder)["step"] == 8 and (folder / loop.EVALUATION).is_file()
+    assert checkpoint.load(folder)["step"] == 8 and (folder / runfolder.EVALUATION).is_file()
 
 
 @pytest.fixture
@@ -220,7 +219,7 @@ def test_the_best_weights_are_reported_where_they_are_asked_for(tiny_config, tra
     scored([0.5, 0.2, 0.4, 0.4, 0.4, 0.4])
     folder = tmp_path / "run"
     train_here(tiny_config(("darcy",), **QUICK, **{"evaluation.checkpoint": "best"}), folder)
-    report = json.loads((folder / loop.EVALUATION).read_text())
+    report = json.loads((folder / runfolder.EVALUATION).read_text())
     assert report["weights"] == "best, step 2"
     assert checkpoint.load(folder, "best")["step"] == 2 and checkpoint.load(folder)["step"] == 6
 
@@ -230,7 +229,7 @@ def test_the_last_weights_may_be_the_best_ones(tiny_config, train_here, tmp_path
     folder = tmp_path / "run"
     config = tiny_config(("darcy",), **QUICK, **{"evaluation.checkpoint": "best", "evaluation.every_epochs": 2})
     train_here(config, folder)
-    assert json.loads((folder / loop.EVALUATION).read_text())["weights"] == "last"
+    assert json.loads((folder / runfolder.EVALUATION).read_text())["weights"] == "last"
 
 
 def test_weights_that_were_stopped_at_are_validated_before_the_best_are_chosen(
@@ -244,7 +243,7 @@ def test_weights_that_were_stopped_at_are_validated_before_the_best_are_chosen(
         folder,
         lambda step: runfolder.write_control(folder, None, runfolder.STOP) if step == 2 else None,
     )
-    report = json.loads((folder / loop.EVALUATION).read_text())
+    report = json.loads((folder / runfolder.EVALUATION).read_text())
     assert report["weights"] == "last" and checkpoint.load(folder, "best")["step"] == 3
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from upsnb import hardware, overlays, phases
 from upsnb.compare.turns import Block, Turns, interleave, throughput_ratio
-from upsnb.compare.verdict import NOISE
+from upsnb.compare.verdict import NOISE, compare_arms
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
-from upsnb.report.results import compare_arms, train_report
+from upsnb.report.results import train_report
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 
@@ -93,7 +93,7 @@ def compare(
     seeds: tuple[int, ...] = (42,),
     block_s: float = 10.0,
     noise_floor: bool = True,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict[str, list[Run]]:
     """Train both arms to their ends, taking turns, once per seed; the runs of each arm.
 
@@ -106,20 +106,20 @@ def compare(
     if baseline.training.time_limit_s is not None:
         said = "ends the arms by the clock and not after equal samples -> set it to null, and stages.operator.epochs"
         raise ConfigError([f"training.time_limit_s: {said}"], "the arms")
-    found, folder = hardware.detect(), Path(folder).absolute()
+    machine, folder = hardware.detect(), Path(folder).absolute()
     arms = {names[0]: baseline, names[1]: other} | ({NOISE: baseline} if noise_floor else {})
     for config in arms.values():
         if config.training.on_missing == "error":
-            hardware.check_runnable(config, found)
+            hardware.check_runnable(config, machine)
     runs: dict[str, list[Run]] = {name: [] for name in arms}
     blocks: list[Block] = []
     for seed in seeds:
         started: dict[str, Turns] = {}
         for name, config in arms.items():
-            say(f"seed {seed}: starting {name}")
+            log(f"seed {seed}: starting {name}")
             own = folder / "runs" / f"{name.replace('/', '')}-seed{seed}"
             started[name] = Turns.start(overlays.apply(config, {"training.seed": seed}), own)
-        blocks += interleave(started, seed, block_s, say)
+        blocks += interleave(started, seed, block_s, log)
         for name, turns in started.items():
             train_report(turns.run)
             runs[name].append(turns.run)

@@ -13,9 +13,10 @@ from matplotlib.ticker import MaxNLocator
 
 from upsnb.compare.arms import ARMS
 from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, SIGNS, of_equal_arms, score
-from upsnb.report.file import FIGURES, REPORT, number
+from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
 from upsnb.runs.handle import Run
+from upsnb.runs.runfolder import FIGURES, REPORT
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:

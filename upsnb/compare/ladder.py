@@ -21,7 +21,7 @@ from upsnb.errors import ConfigError, RunError
 from upsnb.hardware import Hardware
 from upsnb.phases import PHASES, Phase
 from upsnb.report.file import finish, number
-from upsnb.runs import launch
+from upsnb.runs import handle
 
 FORMAT, KIND = 1, "phases"
 BASELINE, FULL, GAINING = "baseline", "full set", "phases that gain alone"
@@ -48,7 +48,9 @@ class Entry:
     against: str  # BASELINE or FULL
 
 
-def plan(base: RunConfig, found: Hardware, chosen: Sequence[str] = ()) -> tuple[list[Entry], RunConfig, dict[str, str]]:
+def plan(
+    base: RunConfig, machine: Hardware, chosen: Sequence[str] = ()
+) -> tuple[list[Entry], RunConfig, dict[str, str]]:
     """What to measure: entries, the config with every phase off, and why phases are left out.
 
     Args:
@@ -65,10 +67,10 @@ def plan(base: RunConfig, found: Hardware, chosen: Sequence[str] = ()) -> tuple[
     back = {path: value for phase in PHASES for path, value in phase.off.items()}
     # What is on goes back; what is neither (float32 instead of float16) is the base's own and stays.
     off = overlays.apply(base, {path: back[path] for path in on if phases.setting(base, path) == on[path]})
-    hardware.check_runnable(off, found)
+    hardware.check_runnable(off, machine)
     skipped, used = {}, []
     for phase in [phases.BY_NAME[name] for name in chosen] or PHASES:
-        problems = phases.unmet(phase, off, found)
+        problems = phases.unmet(phase, off, machine)
         if problems:
             skipped[phase.name] = "; ".join(problems)
         else:
@@ -100,7 +102,7 @@ def measure(
     rounds: int = 6,
     quality_epochs: int = 0,
     criteria: dict | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict:
     """Measure all entries of `plan` and recommend a set; the report, also written to `report.json`.
 
@@ -110,27 +112,27 @@ def measure(
     Raises:
         ConfigError: the base cannot run here.
     """
-    folder, found = Path(folder).absolute(), hardware.detect()
-    entries, off, skipped = plan(base, found, chosen)
-    bench = Bench(folder, block_s, rounds, quality_epochs, say)
+    folder, machine = Path(folder).absolute(), hardware.detect()
+    entries, off, skipped = plan(base, machine, chosen)
+    measured = Measurements(folder, block_s, rounds, quality_epochs, log)
     try:
-        bench.reference(BASELINE, off)
-        rows = [bench.row(entry) for entry in entries if entry.kind != "leave_one_out"]
+        measured.reference(BASELINE, off)
+        rows = [measured.row(entry) for entry in entries if entry.kind != "leave_one_out"]
         ladder = [row for row in rows if row["kind"] == "ladder" and "failed" not in row]
         left_out = [entry for entry in entries if entry.kind == "leave_one_out"]
         if left_out and ladder:
             full = next(entry for entry in reversed(entries) if entry.kind == "ladder")
-            bench.reference(FULL, full.config)
-            rows += [bench.row(entry) for entry in left_out]
+            measured.reference(FULL, full.config)
+            rows += [measured.row(entry) for entry in left_out]
         gaining = [row["phase"] for row in rows if row["kind"] == "alone" and (row["ratio"]["ci95"][0] or 0) > 1]
         if gaining:
             together = off
             for name in gaining:
                 together = overlays.apply(together, phases.BY_NAME[name].on)
-            rows.append(bench.row(Entry("set", GAINING, together, BASELINE)))
+            rows.append(measured.row(Entry("set", GAINING, together, BASELINE)))
     finally:
-        bench.close()
-    baseline = bench.results[BASELINE]
+        measured.close()
+    baseline = measured.results[BASELINE]
     report = {
         "format": FORMAT,
         "kind": KIND,
@@ -147,11 +149,11 @@ def measure(
     return finish(report, folder)
 
 
-class Bench:
+class Measurements:
     """Runs that are measured against references, which wait paused as long as they are needed."""
 
-    def __init__(self, folder: Path, block_s: float, rounds: int, quality_epochs: int, say: Callable[[str], None]):
-        self.folder, self.block_s, self.rounds, self.say = folder, block_s, rounds, say
+    def __init__(self, folder: Path, block_s: float, rounds: int, quality_epochs: int, log: Callable[[str], None]):
+        self.folder, self.block_s, self.rounds, self.log = folder, block_s, rounds, log
         self.quality_epochs = quality_epochs
         self.references: dict[str, tuple[Turns, RunConfig]] = {}
         self.results: dict[str, dict] = {}
@@ -166,7 +168,7 @@ class Bench:
     def row(self, entry: Entry) -> dict:
         """Throughput, memory and accuracy of one entry beside its reference's; or why it failed."""
         name = f"{entry.kind}-{entry.phase}".replace(" ", "-")
-        self.say(f"{entry.kind}: {entry.phase}")
+        self.log(f"{entry.kind}: {entry.phase}")
         against, reference_config = self.references[entry.against]
         phase = phases.BY_NAME.get(entry.phase)
         promised = phase.expected if phase else None
@@ -202,7 +204,7 @@ class Bench:
         if key not in self.quality_of:
             length = {"stages.operator.epochs": self.quality_epochs, "evaluation.every_epochs": self.quality_epochs}
             config = overlays.apply(config, {**length, "training.time_limit_s": None})
-            run = launch.start(config, self.folder / "quality" / name.replace(" ", "-"))
+            run = handle.start(config, self.folder / "quality" / name.replace(" ", "-"))
             run.wait()
             self.quality_of[key] = score(run.events(("eval",))[-1])
         return self.quality_of[key]
@@ -261,9 +263,9 @@ def _factor(row: dict) -> str:
 
 def write_params(report: dict, path: Path | str) -> Path:
     """The recommended set as a params file, to be put on top of any other."""
-    chosen, found = report["recommended"], report["hardware"]
+    chosen, machine = report["recommended"], report["hardware"]
     ratio = chosen["ratio"]
-    lines = [f"# The fastest set measured on {report['num_ranks']} x {found['device_name']}, {report['date']}."]
+    lines = [f"# The fastest set measured on {report['num_ranks']} x {machine['device_name']}, {report['date']}."]
     if ratio:
         low, high = ratio["ci95"]
         lines.append(f"# {ratio['median']:.2f} [{low:.2f}, {high:.2f}] times the baseline; rests on {chosen['basis']}.")

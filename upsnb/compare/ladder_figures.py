@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from upsnb.compare.ladder import TITLES
-from upsnb.report.file import FIGURES, REPORT, number
+from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, save, styled
+from upsnb.runs.runfolder import FIGURES, REPORT
 
 
 @styled

@@ -44,7 +44,7 @@ class Entry:
 
 def plan(
     base: RunConfig,
-    found: Hardware,
+    machine: Hardware,
     ranks: Sequence[int] = (1, 2, 4),
     wrappers: Sequence[str] = tuple(WRAPPERS),
     modes: Sequence[str] = tuple(MODES),
@@ -67,21 +67,21 @@ def plan(
     problems += [f"ranks: {count!r} -> give whole numbers from 1 up" for count in ranks if count < 1]
     if problems:
         raise ConfigError(problems, "the scaling")
-    devices = found.num_devices if found.device == "cuda" else 0
+    devices = machine.num_devices if machine.device == "cuda" else 0
     rehearsal = base.training.device == "cpu" or devices < 2
     one = {"training.num_gpus": 1, "training.use_fsdp2": False, "training.nccl_tuning": False}
     if rehearsal:
         one |= {"training.device": "cpu", "training.threads_per_rank": base.training.threads_per_rank or 1}
     reference = overlays.apply(base, one)
-    hardware.check_runnable(reference, found)
+    hardware.check_runnable(reference, machine)
     entries, skipped = [], {}
     for count in sorted(set(ranks)):
         for wrapper in wrappers:
             for mode in modes if count > 1 else (AGAIN if wrapper == "ddp" else WEAK,):
                 entry = Entry(count, wrapper, mode, reference)
                 try:
-                    config = overlays.apply(reference, {**WRAPPERS[wrapper], **shared_out(reference, count, mode)})
-                    hardware.check_runnable(config, found)
+                    config = overlays.apply(reference, {**WRAPPERS[wrapper], **split_batch(reference, count, mode)})
+                    hardware.check_runnable(config, machine)
                 except ConfigError as error:
                     skipped[entry.name] = "; ".join(error.problems)
                 else:
@@ -89,7 +89,7 @@ def plan(
     return entries, reference, skipped, rehearsal
 
 
-def shared_out(config: RunConfig, ranks: int, mode: str) -> dict:
+def split_batch(config: RunConfig, ranks: int, mode: str) -> dict:
     """The overlay that puts one rank's config on several.
 
     Strong: fewer microbatches as far as possible, then smaller ones, because a full device is what scaling is about.
@@ -126,7 +126,7 @@ def measure(
     modes: Sequence[str] = tuple(MODES),
     block_s: float = 10.0,
     rounds: int = 6,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict:
     """Measure all entries of `plan`; the report, also written to `report.json`.
 
@@ -135,14 +135,14 @@ def measure(
     Args:
         block_s: length of a turn [s]; every entry takes `rounds` of them.
     """
-    folder, found = Path(folder).absolute(), hardware.detect()
-    entries, reference, skipped, rehearsal = plan(base, found, ranks, wrappers, modes)
+    folder, machine = Path(folder).absolute(), hardware.detect()
+    entries, reference, skipped, rehearsal = plan(base, machine, ranks, wrappers, modes)
     one = Turns.start(overlays.apply(reference, SHORT), folder / "runs" / "one-rank")
     rows = []
     try:
         for entry in entries:
             rows.append(_row(entry, one, folder, block_s, rounds))
-            say(_line(rows[-1]))
+            log(_line(rows[-1]))
     finally:
         one.end()
     report = {

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from upsnb.compare.scaling import AGAIN, PROMISED
-from upsnb.report.file import FIGURES, REPORT, number
+from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, label, save, styled
+from upsnb.runs.runfolder import FIGURES, REPORT
 
 COLOURS, DASHES = {"ddp": BLUE, "fsdp2": VERMILLION}, {"weak": "-", "strong": ":", AGAIN: "-"}
 MARKERS = {"weak": "o", "strong": "s", AGAIN: "o"}

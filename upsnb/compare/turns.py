@@ -11,7 +11,7 @@ import numpy as np
 
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
-from upsnb.runs import launch, runfolder
+from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import Run
 
 POLL_S = 0.05
@@ -40,7 +40,7 @@ class Turns:
     @classmethod
     def start(cls, config: RunConfig, folder: Path) -> Turns:
         """Start a run and pause it after its first step, so that the next one starts on a quiet machine."""
-        turns = cls(launch.start(config, folder))
+        turns = cls(handle.start(config, folder))
         turns.wait("first_step")
         turns.wait("paused", turns.run.pause())
         return turns
@@ -110,7 +110,7 @@ class Turns:
 
 
 def interleave(
-    arms: dict[str, Turns], seed: int, block_s: float, say: Callable[[str], None], rounds: int | None = None
+    arms: dict[str, Turns], seed: int, block_s: float, log: Callable[[str], None], rounds: int | None = None
 ) -> list[Block]:
     """Let paused runs take turns; the steady throughput of every turn.
 
@@ -130,7 +130,7 @@ def interleave(
             if found and found[1] > 0:
                 blocks.append(Block(name, seed, turn, *found))
         turn += 1
-        say(f"turn {turn}: " + ", ".join(f"{name} at step {arm.last_step}" for name, arm in arms.items()))
+        log(f"turn {turn}: " + ", ".join(f"{name} at step {arm.last_step}" for name, arm in arms.items()))
     return blocks
 
 

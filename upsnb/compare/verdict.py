@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
 from upsnb import overlays
 from upsnb.errors import ConfigError, RunError
-from upsnb.report.file import number
+from upsnb.report.file import finish, number
+from upsnb.report.results import run_numbers
+from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 
 FORMAT, KIND = 1, "compare"
@@ -40,7 +44,7 @@ def time_to_quality(events: list[dict], target: float) -> float | None:
     return None
 
 
-def reached(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
+def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
     """What one run of an arm came to.
 
     Args:
@@ -84,7 +88,7 @@ def reached(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
 # -- two arms ------------------------------------------------------------------------------------------------------
 
 
-def compared(
+def comparison_report(
     runs: Mapping[str, list[Run]],
     arms: Mapping[str, list[dict]],
     ratios: Mapping[str, dict] | None,
@@ -94,7 +98,7 @@ def compared(
 
     Args:
         runs: of the baseline, of its rival and, where there is one, of NOISE, in this order; one run a seed.
-        arms: what each run `reached`.
+        arms: what each run `run_summary`.
         ratios: of throughputs over the baseline's, by arm, of arms that took turns; None: they did not.
         criteria: over CRITERIA; a criterion of null is left out.
     Raises:
@@ -197,6 +201,43 @@ def _judge(report: dict, criteria: dict) -> list[dict]:
         count = sum(one[name] for one in optimized)
         rows.append({"name": name, "required": 0, "measured": count, "passed": count == 0})
     return rows
+
+
+# -- finished runs -------------------------------------------------------------------------------------------------
+
+
+def compare(run_a: Run, run_b: Run, folder: Path | str | None = None, criteria: dict | None = None) -> dict:
+    """Two saved runs beside each other: what the second differs in, what it gains and what it loses.
+
+    They may have ended whenever and wherever: no turns, and so neither intervals nor a noise floor. Nothing is trained,
+    compiled or written into their folders.
+
+    Args:
+        folder: where `report.json` is written; None: nowhere.
+        criteria: over CRITERIA; a criterion of null is left out.
+    Raises:
+        RunError: a run has not finished or its errors were not measured, or the two were judged by different data.
+        ConfigError: an unknown criterion.
+    """
+    if run_a.folder == run_b.folder:
+        raise RunError(f"{run_a.folder}: is compared with itself -> name two runs")
+    if folder is not None and (Path(folder) / runfolder.MANIFEST).exists():
+        raise RunError(f"{folder}: holds a run, whose report would be lost -> choose another folder")
+    above = os.path.commonpath((run_a.folder, run_b.folder))  # runs of two comparisons have the same names
+    return compare_arms({str(run.folder.relative_to(above)): [run] for run in (run_a, run_b)}, None, folder, criteria)
+
+
+def compare_arms(
+    runs: dict[str, list[Run]],
+    ratios: dict[str, dict] | None,
+    folder: Path | str | None,
+    criteria: dict | None = None,
+    price_per_hour: float = 0.0,
+) -> dict:
+    """The report of several runs of two arms, and of a noise floor; arguments as of `comparison_report`."""
+    arms = {name: [run_summary(run, run_numbers(run), price_per_hour) for run in those] for name, those in runs.items()}
+    (baseline, *_), *_ = runs.values()
+    return finish(comparison_report(runs, arms, ratios, criteria), folder, baseline.manifest)
 
 
 # -- in words ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,13 +99,13 @@ def generated_path(config: DatasetConfig, root: Path) -> Path:
     return root / "generated" / f"{stem}.hdf5"
 
 
-def ensure_generated(config: DatasetConfig, root: Path, say: Progress) -> None:
+def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
     """Generate the dataset's file unless it is there; one process of a run calls this, the others wait."""
     path, made = generated_path(config, root), config.generate
     if config.files or path.is_file():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    say(f"generating {path.name}")
+    log(f"generating {path.name}")
     common = {"num_samples": made.num_samples, "resolution": made.resolution, "seed": made.seed}
     if config.family == "advection1d":
         generate.generate_advection(path, beta=made.parameter, num_times=made.num_times, **common)
@@ -198,3 +199,59 @@ def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray
             )
         results.append((tuple(mean.tolist()), tuple(std.tolist())))
     return results
+
+
+# -- in outline ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What memory depends on of a dataset; stands where a Dataset does."""
+
+    spec: DatasetSpec
+    num_bytes: int  # of all samples in float32
+
+
+def outlines(config: RunConfig, root: Path) -> dict[str, Outline]:
+    """Shapes of all datasets, from the settings where they are generated, else from the headers of their files."""
+    return {name: _outline(name, chosen, config, root) for name, chosen in config.data.datasets.items()}
+
+
+def _outline(name: str, chosen: DatasetConfig, config: RunConfig, root: Path) -> Outline:
+    family = FAMILIES[chosen.family]
+    reduction, reduction_t = chosen.reduced_resolution, chosen.reduced_resolution_t
+    if chosen.files:
+        files = find_files(name, chosen, root / config.data.root)
+        source = open_source(chosen.family, files, reduction, reduction_t, chosen.num_samples)
+        grid, num_samples, num_times = source.grid_shape, source.num_samples, source.num_times
+    else:
+        made = chosen.generate
+        grid = (-(-made.resolution // reduction),) * family.num_dims
+        num_samples = min(made.num_samples, chosen.num_samples or made.num_samples)
+        num_times = -(-made.num_times // reduction_t) if family.time_dependent else 1
+    inputs, outputs = len(family.input_channels), len(family.output_channels)
+    zeros, ones = (0.0,), (1.0,)  # no shape and no lifetime depends on statistics
+    spec = DatasetSpec(
+        name=name,
+        family=family.name,
+        grid_shape=grid,
+        periodic=family.periodic,
+        input_channels=inputs,
+        output_channels=outputs,
+        input_frames=chosen.input_frames,
+        output_frames=chosen.output_frames,
+        num_parameters=len(family.parameter_names),
+        time_dependent=family.time_dependent,
+        dt=1.0 if family.time_dependent else 0.0,
+        tokens=chosen.tokens or config.latent.tokens,
+        input_mean=zeros * inputs,
+        input_std=ones * inputs,
+        output_mean=zeros * outputs,
+        output_std=ones * outputs,
+        parameter_mean=zeros * len(family.parameter_names),
+        parameter_std=ones * len(family.parameter_names),
+        zero_walls=family.zero_walls,
+    )
+    frames = -(-num_times // config.training.time_stride)
+    channels = outputs + (0 if family.time_dependent else inputs)
+    return Outline(spec, 4 * num_samples * frames * channels * math.prod(grid))

@@ -197,7 +197,7 @@ def cuda_history(history: Mapping, *, title: str = "") -> Figure:
     """What CUDA's allocator held over time and, at the end of its memory, the largest pieces and who asked for them.
 
     Args:
-        history: from `allocator.history`.
+        history: from `measure.history`.
     """
     levels = np.asarray(history["allocated_bytes"], dtype=float)
     unit, scale = _unit(levels.max(initial=1.0))

@@ -1,7 +1,7 @@
 """A ledger of tensor memory: every storage that comes and goes during a step, by kind and by module.
 
 It works alike on real tensors and on fake ones, which have shapes and lifetimes but no bytes: so memory is predicted
-without having it. Kernels may allocate for themselves, unseen; upsnb/allocator.py measures those too.
+without having it. Kernels may allocate for themselves, unseen; upsnb/memory/measure.py measures those too.
 """
 
 from __future__ import annotations

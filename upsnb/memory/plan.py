@@ -12,7 +12,8 @@ from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.memory.ledger import KINDS
-from upsnb.memory.predict import CUDA_GRANULARITY, Bench, Footprint, Predictor
+from upsnb.memory.measure import MeasuringProcess
+from upsnb.memory.predict import CUDA_GRANULARITY, Footprint, Predictor
 from upsnb.phases import BY_NAME, is_on
 from upsnb.report.file import finish
 
@@ -65,14 +66,14 @@ def _with(name: str, config: RunConfig) -> dict:
 # -- predicted beside measured ---------------------------------------------------------------------------------------
 
 
-def compare(config: RunConfig, say: Callable[[str], None] = print, root: Path | None = None) -> list[dict]:
+def compare(config: RunConfig, log: Callable[[str], None] = print, root: Path | None = None) -> list[dict]:
     """Predicted and measured footprint of every variant, the measured one where a rank of this machine can run it.
 
     Returns:
         rows {"config", "predicted", "measured": Footprint or None, "reason": why not measured}.
     """
     rows = []
-    with Bench() as bench:
+    with MeasuringProcess() as bench:
         for name, variant in variants(config)[0].items():
             one_rank = variant
             if not variant.training.use_fsdp2:
@@ -85,18 +86,18 @@ def compare(config: RunConfig, say: Callable[[str], None] = print, root: Path | 
                 except (RunError, torch.OutOfMemoryError) as error:
                     reason = str(error)
             rows.append({"config": name, "predicted": predicted, "measured": measured, "reason": reason})
-            say(_line(rows[-1]))
+            log(_line(rows[-1]))
     return rows
 
 
 def _unmeasurable(config: RunConfig, predicted: Footprint) -> str:
     """Why one rank of this machine cannot take the step; empty when it can."""
-    found = hardware.detect()
+    machine = hardware.detect()
     if config.training.use_fsdp2:
         return "sharded over several ranks, and one measures"
-    if predicted.gib > MEASURABLE * found.device_memory_gib:
-        return f"predicted to take more than {MEASURABLE:.0%} of this machine's {found.device_memory_gib:.1f} GiB"
-    return "; ".join(hardware.problems(config, found))
+    if predicted.gib > MEASURABLE * machine.device_memory_gib:
+        return f"predicted to take more than {MEASURABLE:.0%} of this machine's {machine.device_memory_gib:.1f} GiB"
+    return "; ".join(hardware.problems(config, machine))
 
 
 def _line(row: dict) -> str:
@@ -198,7 +199,7 @@ def changing(rows: list[dict]) -> list[str]:
 
 
 def fits(
-    config: RunConfig, names: list[str] | None = None, say: Callable[[str], None] = print, root: Path | None = None
+    config: RunConfig, names: list[str] | None = None, log: Callable[[str], None] = print, root: Path | None = None
 ) -> list[dict]:
     """The largest batch for every phase set and GPU, by memory alone: a dataset with fewer pairs allows less.
 
@@ -226,7 +227,7 @@ def fits(
                     "predicted_gib": round(known.gib, 4) if known else None,  # None: between two predicted batches
                 }
             )
-        say(f"{name}: " + ", ".join(f"{gpu} {batch:,}" for gpu, batch in batches.items()))
+        log(f"{name}: " + ", ".join(f"{gpu} {batch:,}" for gpu, batch in batches.items()))
     return rows
 
 
@@ -235,11 +236,11 @@ def fits(
 
 def report(folder: Path, config: RunConfig, rows: list[dict], claimed: list[dict], fitting: list[dict]) -> dict:
     """All numbers of a plan as plain data; also written to `report.json`."""
-    found = hardware.detect()
+    machine = hardware.detect()
     made = {
         "format": FORMAT,
         "kind": KIND,
-        "device": hardware.resolve_device(config, found),
+        "device": hardware.resolve_device(config, machine),
         "measured_by": next((row["measured"].how for row in rows if row["measured"]), None),
         "rows": [_plain(row) for row in rows],
         "impossible": variants(config)[1],

@@ -8,11 +8,7 @@ footprint's notes say so.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, residency
-from upsnb.data.outlines import outlines
-from upsnb.errors import RunError
-from upsnb.memory.allocator import Meter
+from upsnb.data.datasets import outlines
 from upsnb.memory.ledger import BACKWARD, OPTIMIZER, Account, Ledger
 from upsnb.runs import runfolder
 from upsnb.training import optimizers
@@ -249,51 +243,3 @@ class Predictor:
 def predict(config: RunConfig, root: Path | None = None) -> Footprint:
     """One optimizer step of one rank, without data and without the memory."""
     return Predictor(config, root).at()
-
-
-def measure(config: RunConfig, root: Path | None = None) -> Footprint:
-    """The same step for real, by one rank, in this process: what torch's allocator saw at the fullest moment.
-
-    Kinds and modules come from a second step, so that nothing watches the first. Eager, also where the config compiles.
-    """
-    hardware.check_runnable(config, hardware.detect())
-    device = torch.device(hardware.resolve_device(config, hardware.detect()))
-    root, started = root or runfolder.project_root(), time.perf_counter()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        with Meter(device) as meter:
-            rehearsal = Rehearsal(config, root, device)
-            meter.begin()
-            rehearsal.steps(config.training.batch_size)
-        account = rehearsal.account(config.training.batch_size)
-    how = "measured by CUDA's allocator" if device.type == "cuda" else "measured by the CPU's allocator"
-    return Footprint(meter.peak_bytes, account, how, time.perf_counter() - started, history=meter.history)
-
-
-class Bench:
-    """A process that measures: it may run out of memory, and the one that asks keeps its hands off the GPU."""
-
-    def __enter__(self) -> Bench:
-        spawned = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, mp_context=spawned, initializer=_be_quiet)
-        return self
-
-    def __exit__(self, *failure) -> None:
-        self._pool.shutdown()
-
-    def measure(self, config: RunConfig, root: Path | None = None) -> Footprint:
-        """`measure`, over there.
-
-        Raises:
-            RunError: the process was killed; the next measurement starts another.
-        """
-        try:
-            return self._pool.submit(measure, config, root or runfolder.project_root()).result()
-        except BrokenProcessPool:
-            self.__enter__()
-            raise RunError(
-                "the measuring process was killed, most often for want of memory -> lower batch_size"
-            ) from None
-
-
-def _be_quiet() -> None:
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces its beginning and end on stderr

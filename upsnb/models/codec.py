@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from upsnb.config import OperatorConfig
 from upsnb.data.spec import DatasetSpec
-from upsnb.models.attention import Attention, Mlp, rotary_table
 from upsnb.models.geometry import grid_points, neighbours, pad, resample, sample_at
+from upsnb.models.transformer import Attention, Mlp, rotary_table
 
 
 class PatchEncoder(nn.Module):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from upsnb.config import LatentConfig, OperatorConfig
 from upsnb.data.spec import DatasetSpec
-from upsnb.models.attention import rotary_table
 from upsnb.models.codec import build_decoder, build_encoder
 from upsnb.models.geometry import grid_points, sample_at
-from upsnb.models.operator import Operator
+from upsnb.models.transformer import Operator, rotary_table
 
 CONDITION_DIM = 128
 

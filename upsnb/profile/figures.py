@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from upsnb.profile.report import COMPUTED, MEANINGS, SHARES
-from upsnb.report.file import FIGURES, REPORT
 from upsnb.report.style import BLACK, BLUE, GREY, VERMILLION, empty_figure, label, save, styled
+from upsnb.runs.runfolder import FIGURES, REPORT
 from upsnb.spans import OTHER
 
 LEAST_DRAWN = 0.005  # of a step; smaller parts would be labels without bars

@@ -94,7 +94,7 @@ class Profiler:
         """
         if self.state == IDLE and not revision:
             return False
-        with spans.part(spans.OUTSIDE):
+        with spans.span(spans.OUTSIDE):
             disturbed = self.state == TRACING
             self.revision = revision or self.revision
             if self.state == IDLE or revision or self.setup.config is not self.config or step != self.last_step + 1:
@@ -176,7 +176,7 @@ class Profiler:
     def _known(self) -> dict:
         """What needs no trace."""
         setup, training, device = self.setup, self.config.training, self.ranks.device
-        found = hardware.detect()
+        machine = hardware.detect()
         state = [
             value for optimizer in setup.optimizers for state in optimizer.state.values() for value in state.values()
         ]
@@ -196,7 +196,7 @@ class Profiler:
             "parameters": parameters_by_part(setup.model),
             "state_gib": sum(_local(value).nbytes for value in tensors if torch.is_tensor(value)) / 2**30,
             "peak_memory_gib": peak_memory_gib(device),
-            "device_memory_gib": found.device_memory_gib,
+            "device_memory_gib": machine.device_memory_gib,
         }
 
 

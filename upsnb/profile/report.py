@@ -139,7 +139,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
     Raises:
         RunError: the run has no profile.
     """
-    events, found = run.events(), Hardware(**run.manifest["hardware"])
+    events, machine = run.events(), Hardware(**run.manifest["hardware"])
     taken = [event for event in events if event["kind"] == "profile" and event["files"]]
     if not taken:
         raise RunError(f"{run.folder}: has no profile -> profiling.take(run) while it trains")
@@ -149,7 +149,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
     shares = {name: value / step_ms for name, value in parts.items()}
     peak = float(np.mean([rank["matrix_peak"]["tflops"] for rank in ranks]))
     marked = {name: sum(rank["parts_ms"][name] for rank in ranks) for name in (FORWARD, INVERSE)}
-    made = {
+    report = {
         "format": FORMAT,
         "kind": KIND,
         "device": ranks[0]["device"],
@@ -177,9 +177,9 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "phases_on": [phase.name for phase in phases.PHASES if phases.is_on(phase, config)],
         "settings": overlays.difference(RunConfig(), config),
     }
-    made["findings"] = findings(made, config, found)
-    made["questions"] = questions(made, ranks, config)
-    return finish(made, folder, run.manifest)
+    report["findings"] = findings(report, config, machine)
+    report["questions"] = questions(report, ranks, config)
+    return finish(report, folder, run.manifest)
 
 
 def _shares(rank: Mapping) -> dict[str, float]:
@@ -207,12 +207,12 @@ def start_up(run: Run, events: list[dict]) -> dict[str, float]:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def findings(made: Mapping, config: RunConfig, found: Hardware) -> list[dict]:
+def findings(report: Mapping, config: RunConfig, machine: Hardware) -> list[dict]:
     """What stands out, largest first: a sentence, its share, and the phase or extra that addresses it.
 
     Where all that would is on already, or cannot run here, the sentence says so and `phase` is None.
     """
-    shares, rows = made["shares"], []
+    shares, rows = report["shares"], []
 
     def add(share: float, sentence: str, *names: str) -> None:
         """`names`: what addresses it, the first choice first."""
@@ -221,7 +221,7 @@ def findings(made: Mapping, config: RunConfig, found: Hardware) -> list[dict]:
         hindered = []
         for phase in (phases.BY_NAME[name] for name in names):
             called = f"phase {phase.number}, {phase.name}" if phase.number else f"extra {phase.name}"
-            unmet = [] if phases.is_on(phase, config) else phases.unmet(phase, config, found)
+            unmet = [] if phases.is_on(phase, config) else phases.unmet(phase, config, machine)
             if not unmet and not phases.is_on(phase, config):
                 rows.append({"sentence": f"{sentence} -> {called}", "share": share, "phase": phase.name})
                 return
@@ -231,7 +231,7 @@ def findings(made: Mapping, config: RunConfig, found: Hardware) -> list[dict]:
 
     add(
         shares[INVERSE],
-        f"{made['inverse_share_of_forward']:.0%} of the forward pass and {shares[INVERSE]:.0%} of a step are inverse "
+        f"{report['inverse_share_of_forward']:.0%} of the forward pass and {shares[INVERSE]:.0%} of a step are inverse "
         "losses",
         "loss_frequency",
     )
@@ -243,10 +243,10 @@ def findings(made: Mapping, config: RunConfig, found: Hardware) -> list[dict]:
     said = f"{sent:.0%} of a step is communication that no computation hides"
     add(sent, said, "no_sync", "nccl")
     passes = shares[FORWARD] + shares[INVERSE] + shares[BACKWARD]
-    if made["mfu"] < LOW_MFU:
-        said = f"{passes:.0%} of a step computes at {made['mfu']:.0%} of the matrix peak"
-        add(passes, said, "bf16" if made["matrix_peak"]["dtype"] == "float32" else "compile")
-    full = made["peak_memory_gib"] / made["device_memory_gib"] if made["device_memory_gib"] else 0.0
+    if report["mfu"] < LOW_MFU:
+        said = f"{passes:.0%} of a step computes at {report['mfu']:.0%} of the matrix peak"
+        add(passes, said, "bf16" if report["matrix_peak"]["dtype"] == "float32" else "compile")
+    full = report["peak_memory_gib"] / report["device_memory_gib"] if report["device_memory_gib"] else 0.0
     if full > FULL:
         add(full, f"{full:.0%} of the device's memory is in use at the fullest moment", "activation_checkpointing")
     return sorted(rows, key=lambda row: -row["share"])
@@ -255,20 +255,20 @@ def findings(made: Mapping, config: RunConfig, found: Hardware) -> list[dict]:
 # -- five questions ----------------------------------------------------------------------------------------------------
 
 
-def questions(made: Mapping, ranks: list[dict], config: RunConfig) -> dict[str, dict]:
+def questions(report: Mapping, ranks: list[dict], config: RunConfig) -> dict[str, dict]:
     """Five questions, each with a number and an answer in a sentence or two."""
-    shares, step_s = made["shares"], made["step_ms"] / 1e3
+    shares, step_s = report["shares"], report["step_ms"] / 1e3
     busy = sum(shares[name] for name in COMPUTED)
-    headroom, room = _headroom(made, config)
+    headroom, room = _headroom(report, config)
     waiting = shares[DATA] + shares[COPY]
-    start_s = sum(value for name, value in made["start_up_s"].items() if not name.startswith("compiling"))
-    more, speedup = _more_ranks(made, ranks, config)
-    compiled = made["start_up_s"].get("compiling, all steps", 0.0)
+    start_s = sum(value for name, value in report["start_up_s"].items() if not name.startswith("compiling"))
+    more, speedup = _more_ranks(report, ranks, config)
+    compiled = report["start_up_s"].get("compiling, all steps", 0.0)
     return {
         "is the device busy": {
             "value": busy,
-            "answer": f"It computes in {busy:.0%} of a step, at {made['mfu']:.1%} of its matrix peak of "
-            f"{made['matrix_peak_tflops']:.3g} TFLOP/s ({made['matrix_peak']['dtype']}).",
+            "answer": f"It computes in {busy:.0%} of a step, at {report['mfu']:.1%} of its matrix peak of "
+            f"{report['matrix_peak_tflops']:.3g} TFLOP/s ({report['matrix_peak']['dtype']}).",
         },
         "how much batch headroom": {"value": headroom, "answer": room},
         "is it data or compute": {
@@ -285,10 +285,10 @@ def questions(made: Mapping, ranks: list[dict], config: RunConfig) -> dict[str, 
     }
 
 
-def _headroom(made: Mapping, config: RunConfig) -> tuple[float, str]:
+def _headroom(report: Mapping, config: RunConfig) -> tuple[float, str]:
     """How many times larger a microbatch may be, as predicted for the memory of this device."""
-    sharing = made["num_ranks"] if made["device"] == "cpu" else 1  # CPU ranks share the memory of the host
-    usable = plan.usable_bytes(made["device_memory_gib"] / sharing)
+    sharing = report["num_ranks"] if report["device"] == "cpu" else 1  # CPU ranks share the memory of the host
+    usable = plan.usable_bytes(report["device_memory_gib"] / sharing)
     predictor, batch = predict.Predictor(config), config.training.batch_size
     largest = plan.largest_batches(predictor, {plan.THIS_MACHINE: usable})[plan.THIS_MACHINE]
     return largest / batch, (
@@ -297,10 +297,10 @@ def _headroom(made: Mapping, config: RunConfig) -> tuple[float, str]:
     )
 
 
-def _more_ranks(made: Mapping, ranks: list[dict], config: RunConfig) -> tuple[str, float]:
+def _more_ranks(report: Mapping, ranks: list[dict], config: RunConfig) -> tuple[str, float]:
     """What the step says of more ranks, and the largest speedup of twice as many or, with several, of these."""
-    shares, step_s, count = made["shares"], made["step_ms"] / 1e3, len(ranks)
-    host = " These ranks are CPU processes, which share cores." if made["device"] == "cpu" else ""
+    shares, step_s, count = report["shares"], report["step_ms"] / 1e3, len(ranks)
+    host = " These ranks are CPU processes, which share cores." if report["device"] == "cpu" else ""
     if count == 1:
         sent = bytes_per_step(ranks[0]["parameters"], config, 2)
         needed = sent / (LEAST_SHARE * step_s) / 1e9
@@ -318,9 +318,9 @@ def _more_ranks(made: Mapping, ranks: list[dict], config: RunConfig) -> tuple[st
     )
 
 
-def summary(made: Mapping) -> str:
+def summary(report: Mapping) -> str:
     """The report in a few lines."""
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in made["shares"].items() if share >= 0.005)
-    lines = [f"a step of {made['step_ms']:.4g} ms on {made['num_ranks']} x {made['device']}: {shares}"]
-    lines += [f"{question}? {found['answer']}" for question, found in made["questions"].items()]
-    return "\n".join([*lines, *(row["sentence"] for row in made["findings"])])
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in report["shares"].items() if share >= 0.005)
+    lines = [f"a step of {report['step_ms']:.4g} ms on {report['num_ranks']} x {report['device']}: {shares}"]
+    lines += [f"{question}? {found['answer']}" for question, found in report["questions"].items()]
+    return "\n".join([*lines, *(row["sentence"] for row in report["findings"])])

@@ -16,10 +16,9 @@ from upsnb.data.datasets import Dataset
 from upsnb.data.families import FAMILIES
 from upsnb.report import plots
 from upsnb.report.style import edges, label
+from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.runs.throughput import steady_throughput
-
-EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"  # written by training; importing that would load torch
 
 
 def end_of_last_launch(events: list[dict]) -> dict:
@@ -30,7 +29,7 @@ def end_of_last_launch(events: list[dict]) -> dict:
 
 def read_evaluation(folder: Path, events: list[dict]) -> dict:
     """evaluation.json of the latest launch; empty if that did not get there: an older one says nothing about it."""
-    path = folder / EVALUATION
+    path = folder / runfolder.EVALUATION
     return json.loads(path.read_text()) if end_of_last_launch(events) and path.is_file() else {}
 
 
@@ -181,7 +180,7 @@ class RunFigures:
         return drawings
 
     def _examples(self, name: str) -> dict[str, np.ndarray]:
-        with np.load(self.folder / EXAMPLES) as file:
+        with np.load(self.folder / runfolder.EXAMPLES) as file:
             return {key.removeprefix(f"{name}/"): file[key] for key in file.files if key.startswith(f"{name}/")}
 
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
 
-REPORT, FIGURES = "report.json", "figures"  # in the folder of a run, a comparison, a plan
 
-
-def finish(made: Mapping, folder: Path | str | None, manifest: Mapping | None = None) -> dict:
+def finish(report: Mapping, folder: Path | str | None, manifest: Mapping | None = None) -> dict:
     """A report with `hardware`, `versions`, `code_revision` and `date`, as plain data with null for NaN and infinity.
 
     Args:
@@ -30,11 +28,11 @@ def finish(made: Mapping, folder: Path | str | None, manifest: Mapping | None = 
         }
     origin = {key: manifest[key] for key in ("hardware", "versions", "code_revision")}
     date = time.strftime("%Y-%m-%d", time.gmtime(manifest["created"]))
-    report = without_nonfinite({**made, **origin, "date": date})
+    report = without_nonfinite({**report, **origin, "date": date})
     if folder is not None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        runfolder.write_json(folder / REPORT, report)
+        runfolder.write_json(folder / runfolder.REPORT, report)
     return report
 
 

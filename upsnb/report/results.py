@@ -1,24 +1,21 @@
-"""What a run reached, or two beside each other: report.json, its table, and its figures, from run folders alone."""
+"""What a run reached: report.json, its table and its figures, from its folder alone."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from upsnb import overlays
-from upsnb.compare.verdict import compared, reached
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
-from upsnb.errors import RunError
 from upsnb.phases import PHASES, is_on
 from upsnb.report.figures import RunFigures, end_of_last_launch, read_evaluation
-from upsnb.report.file import FIGURES, finish, number
+from upsnb.report.file import finish, number
 from upsnb.report.style import save
 from upsnb.runs.handle import Run
-from upsnb.runs.runfolder import MANIFEST
+from upsnb.runs.runfolder import FIGURES
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
 FORMAT = 1
@@ -36,10 +33,10 @@ def train_report(run: Run) -> dict:
 
     What a run did not get to is null; accuracy is reported only if the latest launch evaluated to its end.
     """
-    return finish(_numbers(run), run.folder, run.manifest)
+    return finish(run_numbers(run), run.folder, run.manifest)
 
 
-def _numbers(run: Run) -> dict:
+def run_numbers(run: Run) -> dict:
     """The report, as far as it does not say where and when."""
     events, manifest, config = run.events(), run.manifest, run.config
     last = {event["kind"]: event for event in events}
@@ -123,43 +120,6 @@ def _fall(losses: list[float | None]) -> dict:
     tenth = max(1, len(losses) // 10)
     ends = (losses[:tenth], losses[-tenth:]) if len(losses) else (None, None)
     return {key: None if part is None else float(np.median(part)) for key, part in zip(("first", "last"), ends)}
-
-
-# -- two runs ------------------------------------------------------------------------------------------------------
-
-
-def compare(run_a: Run, run_b: Run, folder: Path | str | None = None, criteria: dict | None = None) -> dict:
-    """Two saved runs beside each other: what the second differs in, what it gains and what it loses.
-
-    They may have ended whenever and wherever: no turns, and so neither intervals nor a noise floor. Nothing is trained,
-    compiled or written into their folders.
-
-    Args:
-        folder: where `report.json` is written; None: nowhere.
-        criteria: over `comparison.CRITERIA`; a criterion of null is left out.
-    Raises:
-        RunError: a run has not finished or its errors were not measured, or the two were judged by different data.
-        ConfigError: an unknown criterion.
-    """
-    if run_a.folder == run_b.folder:
-        raise RunError(f"{run_a.folder}: is compared with itself -> name two runs")
-    if folder is not None and (Path(folder) / MANIFEST).exists():
-        raise RunError(f"{folder}: holds a run, whose report would be lost -> choose another folder")
-    above = os.path.commonpath((run_a.folder, run_b.folder))  # runs of two comparisons have the same names
-    return compare_arms({str(run.folder.relative_to(above)): [run] for run in (run_a, run_b)}, None, folder, criteria)
-
-
-def compare_arms(
-    runs: dict[str, list[Run]],
-    ratios: dict[str, dict] | None,
-    folder: Path | str | None,
-    criteria: dict | None = None,
-    price_per_hour: float = 0.0,
-) -> dict:
-    """The report of several runs of two arms, and of a noise floor; arguments as of `comparison.compared`."""
-    arms = {name: [reached(run, _numbers(run), price_per_hour) for run in those] for name, those in runs.items()}
-    (baseline, *_), *_ = runs.values()
-    return finish(compared(runs, arms, ratios, criteria), folder, baseline.manifest)
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

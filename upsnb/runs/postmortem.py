@@ -25,7 +25,7 @@ SUMMARY_ENTRY = re.compile(
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ending:
     """What became of a launch."""
 
     status: str  # finished, failed, or relaunching: the workers ended so that they are launched with other settings
@@ -38,7 +38,7 @@ class Verdict:
     out_of_memory: bool = False  # in a step: a relaunch with smaller microbatches may help
 
 
-def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
+def examine(folder: Path, exit_code: int, log_start: int) -> Ending:
     """The verdict on workers that have all ended.
 
     Args:
@@ -48,20 +48,20 @@ def judge(folder: Path, exit_code: int, log_start: int) -> Verdict:
     if exit_code == 0:
         end = _end_event(folder)
         if end is None:
-            return Verdict("failed", "all ranks ended with exit code 0 but wrote no end event", None, 0)
+            return Ending("failed", "all ranks ended with exit code 0 but wrote no end event", None, 0)
         if not has_checkpoint(folder, end["step"]):
-            return Verdict("failed", "all ranks ended with exit code 0 but left no checkpoint", None, 0)
+            return Ending("failed", "all ranks ended with exit code 0 but left no checkpoint", None, 0)
         if end["kind"] == RELAUNCH:
-            return Verdict("relaunching", None, None, 0, relaunch=end)
-        return Verdict("finished", None, end.get("reason"), 0)
+            return Ending("relaunching", None, None, 0, relaunch=end)
+        return Ending("finished", None, end.get("reason"), 0)
     failures = read_failures(folder)
     full = [failure for failure in failures if failure["disk_full"]]
     if full or shutil.disk_usage(folder).free < 1 << 16:
         who = f" ({_describe(full[0])})" if full else ""
-        return Verdict("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
+        return Ending("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
     starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)
     cause = _cause(folder, exit_code, log_start, failures)
-    return Verdict("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
+    return Ending("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
 
 
 def _cause(folder: Path, exit_code: int, log_start: int, failures: list[dict]) -> str:

@@ -124,7 +124,7 @@ def ask_for_less(folder: Path, base: RunConfig, config: RunConfig, reason: str, 
     if answers and not answers[0]["applied"]:
         return False
     with contextlib.suppress(ConfigError):  # a request that makes no config is about to be refused
-        config = overlays.apply(base, runfolder.standing_overlay(folder, runfolder.read_control(folder)))
+        config = overlays.apply(base, runfolder.effective_overlay(folder, runfolder.read_control(folder)))
     changes = smaller(config)
     if changes is None or not config.guards.out_of_memory:
         return False

@@ -27,7 +27,8 @@ from upsnb.runs.processes import is_alive
 
 FORMAT = 1  # version of manifest.json and control.json
 CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, FIGURES = "checkpoints", "figures"
+REPORT, EVALUATION, EXAMPLES = "report.json", "evaluation.json", "examples.npz"  # also of comparisons and plans: report
 COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs
 ALIVE = ("starting", "running", "stopping")
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
@@ -243,14 +244,14 @@ def write_control(
 
     Args:
         overlay: the whole desired difference from config.yaml, dotted keys; None leaves it as it is. A function makes
-            it from the one that stands (`standing_overlay`), and no other request comes in between.
+            it from the one that stands (`effective_overlay`), and no other request comes in between.
         command: rides along with this revision; "stop" stays.
     """
     folder = Path(folder)
     with locked(folder):  # two panels that click at once must not write the same revision, nor lose a setting
         old = read_control(folder)
         if callable(overlay):
-            overlay = overlay(standing_overlay(folder, old))
+            overlay = overlay(effective_overlay(folder, old))
         revision, asked = old.revision + 1, dict(old.asked)
         if overlay is not None or command is None:
             asked[SETTINGS] = revision
@@ -263,7 +264,7 @@ def write_control(
     return new
 
 
-def standing_overlay(folder: Path, control: Control) -> dict:
+def effective_overlay(folder: Path, control: Control) -> dict:
     """What the next request is put on top of: the request that still waits for its answer, else what is in force.
 
     A setting that was refused is in neither, or it would have every later request refused with it.

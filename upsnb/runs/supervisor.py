@@ -19,7 +19,7 @@ from pathlib import Path
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.runs import files, postmortem, recovery, runfolder
-from upsnb.runs.postmortem import Verdict
+from upsnb.runs.postmortem import Ending
 from upsnb.runs.processes import MARK, SEGMENT, kill_marked, marked, process_identity
 
 POLL_S = 0.1
@@ -75,7 +75,7 @@ class Supervisor:
         try:
             end = self._launch_until_done()
         except BaseException as error:
-            end = Verdict("failed", f"the supervisor itself raised {type(error).__name__}: {error}")
+            end = Ending("failed", f"the supervisor itself raised {type(error).__name__}: {error}")
             raise
         finally:
             kill_marked(self.identity)
@@ -83,7 +83,7 @@ class Supervisor:
             self._close_segment(end)
         return 0 if end.status == "finished" else 1
 
-    def _launch_until_done(self) -> Verdict:
+    def _launch_until_done(self) -> Ending:
         restarts, flip = 0, None  # flip: the `relaunch` event of a cold flip that this launch is to carry out
         while True:
             end = self._segment(restarts, flip)
@@ -104,7 +104,7 @@ class Supervisor:
                 restarts += 1
             self._close_segment(end, status="starting")
 
-    def _roll_back(self, flip: dict, end: Verdict) -> None:
+    def _roll_back(self, flip: dict, end: Ending) -> None:
         """Answer a cold flip whose workers failed before they had done a step; the next launch is without it."""
         applied = runfolder.read_manifest(self.folder)["applied"]["overlay"]
         runfolder.update_manifest(self.folder, applied={"revision": flip["revision"], "overlay": applied})
@@ -128,7 +128,7 @@ class Supervisor:
     def _shrink(self, cause: str) -> bool:
         return recovery.ask_for_less(self.folder, self.base, self.config, cause, self._last_step())
 
-    def _segment(self, restarts: int, flip: dict | None) -> Verdict:
+    def _segment(self, restarts: int, flip: dict | None) -> Ending:
         """Launch the workers once and watch them until none is left."""
         log_start = self._open_segment(restarts, flip)
         watch = StallWatch(self.config.training.num_gpus, self.config.training.stall_timeout_s)
@@ -146,11 +146,11 @@ class Supervisor:
             time.sleep(POLL_S)
             beats = runfolder.read_heartbeats(self.folder)
             if self.status == "starting" and any(beat["beats"] for beat in beats.values()):
-                self._say("running")
+                self._note_status("running")
             if self.terminations and not self._stop_asked():
                 runfolder.write_control(self.folder, None, runfolder.STOP)
             if self.status != "stopping" and self._stop_asked():
-                self._say("stopping")
+                self._note_status("stopping")
                 stop_deadline = stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
             forced = self._reason_to_kill(stop_deadline)
             hung = None if forced else watch.stalled(beats, time.monotonic())
@@ -158,9 +158,9 @@ class Supervisor:
                 self._ask_for_stacks(beats)
             if forced or hung:
                 self._kill(torchrun, beats)
-                return Verdict("failed", forced or hung, exit_code=torchrun.wait(), hung=hung is not None)
+                return Ending("failed", forced or hung, exit_code=torchrun.wait(), hung=hung is not None)
         kill_marked(self.identity)  # loaders and threads of ranks that died without a word
-        return postmortem.judge(self.folder, torchrun.returncode, log_start)
+        return postmortem.examine(self.folder, torchrun.returncode, log_start)
 
     def _reason_to_kill(self, stop_deadline: float | None) -> str | None:
         if self.parent_gone.is_set():
@@ -228,7 +228,7 @@ class Supervisor:
 
     # -- manifest ------------------------------------------------------------------------------------------------
 
-    def _say(self, status: str) -> None:
+    def _note_status(self, status: str) -> None:
         """Note a status on the way; on a full disk later or never, because the reserve is for the last one."""
         with contextlib.suppress(OSError):
             runfolder.update_manifest(self.folder, status=status)
@@ -274,7 +274,7 @@ class Supervisor:
             return (self.folder / runfolder.LOG).stat().st_size
         return 0
 
-    def _close_segment(self, end: Verdict, status: str | None = None) -> None:
+    def _close_segment(self, end: Ending, status: str | None = None) -> None:
         segments = runfolder.read_manifest(self.folder)["segments"]
         outcome = {"ended": time.time(), "status": end.status, "exit_code": end.exit_code, "cause": end.cause}
         if segments and "ended" not in segments[-1]:

@@ -11,9 +11,9 @@ import pandas as pd
 
 from upsnb.config import LoggingConfig
 from upsnb.errors import RunError
-from upsnb.report.file import REPORT
 from upsnb.runs import runfolder
 from upsnb.runs.events import last_events, newest_events
+from upsnb.runs.runfolder import REPORT
 from upsnb.runs.throughput import steady_throughput
 
 COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps`
@@ -32,7 +32,6 @@ COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps
     "cause": "string",
 }
 UNREADABLE = "unreadable"  # status of a folder that holds no run, or one that cannot be read
-EVALUATION = "evaluation.json"  # its writer loads torch
 TAIL_BYTES = 1 << 16  # of events; about 150 steps
 
 
@@ -141,7 +140,7 @@ def _followed(folder: Path, damage: list[str]) -> dict:
     said = [last[kind] for kind in ("start", "flip") if kind in last]
     phases_on = max(said, key=lambda event: event["time"]).get("phases_on") if said else None
     ended = "end" in last and last["end"]["time"] >= last["segment"]["time"]
-    evaluation = _read(folder / EVALUATION, damage) if ended else {}
+    evaluation = _read(folder / runfolder.EVALUATION, damage) if ended else {}
     return {
         "train_time_s": step.get("time_s"),
         "num_ranks": start.get("num_ranks"),

@@ -14,7 +14,7 @@ from upsnb.data.batches import Batch
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.ups import UPS
 from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS
-from upsnb.spans import FORWARD, INVERSE, part
+from upsnb.spans import FORWARD, INVERSE, span
 
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
 WITHOUT_DECODER = WITHOUT_OPERATOR | {"forward", "latent_norm"}  # need no field out of the advanced latent
@@ -157,7 +157,7 @@ class LossModule(nn.Module):
         with torch.autocast(x.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             z = model.encode(name, x)
             advanced = model.advance(name, z, batch.parameters, dt)
-            with part(INVERSE if points is not None and on_grid == {"inv_dec"} else FORWARD):  # who asks for it
+            with span(INVERSE if points is not None and on_grid == {"inv_dec"} else FORWARD):  # who asks for it
                 grid_y = model.reconstruct_or_decode(name, advanced, x) if whole_grid else None
             point_y = None if points is None else model.reconstruct_or_decode(name, advanced, x, points)
             extra = self._latent_terms(name, weights, x, z, advanced, target, grid_y)
@@ -230,12 +230,12 @@ class LossModule(nn.Module):
                 future = model.encode(name, target)
             terms["forward"] = latent_error(advanced, future)
         if "inv_enc" in weights:
-            with part(INVERSE):
+            with span(INVERSE):
                 again = model.reconstruct(name, z, tuple(x.shape[3:]))
                 shift = model.constant(name, "input_mean") / model.constant(name, "input_std")
                 terms["inv_enc"] = relative_error(again.float() + shift, x + shift)
         if "inv_dec" in weights and spec.time_dependent:
-            with part(INVERSE):
+            with span(INVERSE):
                 terms["inv_dec"] = latent_error(model.encode(name, grid_y), advanced)
         if "latent_norm" in weights:
             terms["latent_norm"] = sum(

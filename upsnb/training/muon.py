@@ -49,13 +49,13 @@ class Muon(torch.optim.Muon):
                 updates = [moments[number] for number in numbers]
                 if group["nesterov"]:
                     updates = torch._foreach_lerp([gradients[n] for n in numbers], updates, group["momentum"])
-                wide = torch.stack([lying(update).bfloat16() for update in updates])
+                wide = torch.stack([wide_view(update).bfloat16() for update in updates])
                 directions = orthogonal(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 for number, direction in zip(numbers, directions):
-                    lying(weights[number]).add_(direction, alpha=-rate)
+                    wide_view(weights[number]).add_(direction, alpha=-rate)
 
 
-def lying(matrix: Tensor) -> Tensor:
+def wide_view(matrix: Tensor) -> Tensor:
     """A view of a matrix that is at least as wide as high."""
     return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 

@@ -62,16 +62,16 @@ def build(model: nn.Module, config: OptimizerConfig, offload: bool = False) -> l
     return optimizers
 
 
-def moments(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
+def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
     """The state of the optimizers by parameter name, whatever their number, order and kind; shares its tensors."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[p]: dict(state) for optimizer in optimizers for p, state in optimizer.state.items()}
 
 
-def give_moments(
+def load_optimizer_state(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], given: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Let optimizers continue with the `moments` of others; a parameter that changed its optimizer starts anew.
+    """Let optimizers continue with the `optimizer_state` of others; a parameter that changed its optimizer starts anew.
 
     Moments move to where the new optimizer wants them: on the parameter's device, sharded as it is, or on the host.
     """
@@ -84,7 +84,7 @@ def give_moments(
                 state = given.get(names[parameter], {})
                 if not state.keys() >= set(needed):
                     continue
-                taken = {key: shared_out(torch.as_tensor(state[key]), parameter) for key in needed}
+                taken = {key: shard_like(torch.as_tensor(state[key]), parameter) for key in needed}
                 if isinstance(optimizer, OffloadedAdamW):
                     optimizer.give_state(parameter, taken)
                     continue
@@ -100,7 +100,7 @@ def weights_changed(optimizers: list[torch.optim.Optimizer]) -> None:
             optimizer.refresh()
 
 
-def shared_out(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """`value` sharded as `like` is, which every rank cuts out of its own copy; unchanged where nothing is to be cut."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value
@@ -117,7 +117,7 @@ def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class Together:
+class JointOptimizer:
     """Several optimizers as one for a GradScaler: an overflow in the gradients of any skips the step of all.
 
     Stepped apart, clipping by a norm of NaN spreads one's bad gradients into the weights of the others.
@@ -222,4 +222,4 @@ class Ema:
     def load_state_dict(self, state: dict) -> None:
         self.updates = state["updates"]
         for name, average in zip(self.names, self.average, strict=True):
-            average.copy_(shared_out(state["average"][name], average))
+            average.copy_(shard_like(state["average"][name], average))

@@ -50,14 +50,14 @@ def initialise(config: RunConfig) -> Ranks:
         raise RunError(
             f"training.num_gpus: is {config.training.num_gpus} but {world_size} ranks were started -> make them equal"
         )
-    found = hardware.detect()
+    machine = hardware.detect()
     device = torch.device("cpu")
-    if hardware.resolve_device(config, found) == "cuda":
+    if hardware.resolve_device(config, machine) == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)  # before the first collective, or every rank opens a context on GPU 0
     previous_threads = torch.get_num_threads()
     # On purpose: torchrun's own choice is 1 for many ranks and every core for a single one.
-    torch.set_num_threads(config.training.threads_per_rank or max(1, found.num_cores // local_world_size))
+    torch.set_num_threads(config.training.threads_per_rank or max(1, machine.num_cores // local_world_size))
 
     control_group = None
     if world_size > 1:
@@ -179,10 +179,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def whole(values):
+def gather_full(values):
     """The same nested dicts with every sharded tensor gathered; all ranks enter, with keys in the same order."""
     if isinstance(values, dict):
-        return {key: whole(value) for key, value in values.items()}
+        return {key: gather_full(value) for key, value in values.items()}
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 

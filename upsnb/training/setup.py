@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,11 +21,21 @@ from upsnb.errors import ConfigError, RunError
 from upsnb.models.ups import UPS
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.rules import INVERSE_TERMS
-from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, part
+from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
 from upsnb.training import checkpoint, compiling, optimizers, parallel, precision
 from upsnb.training.losses import LossModule, active_terms, untouched_parts
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
+
+COMPILED = (  # prefixes of settings that compiled code depends on
+    "training.compile",
+    "training.amp",
+    "training.tf32",
+    "training.batch_size",
+    "training.query_sampling",
+    "training.lambda_",
+    "operator.pdet.",
+)
 
 
 def needs_inverse_heads(config: RunConfig) -> bool:
@@ -41,12 +52,12 @@ def build_model(config: RunConfig, datasets: dict[str, Dataset]) -> UPS:
         return UPS(config.latent, config.operator, specs, needs_inverse_heads(config))
 
 
-def open_datasets(config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None]) -> dict[str, Dataset]:
+def open_datasets(config: RunConfig, root: Path, ranks: Ranks, log: Callable[[str], None]) -> dict[str, Dataset]:
     """All datasets of a config; rank 0 generates what is missing while the others wait."""
     home = root / config.data.root
     if ranks.rank == 0:
         for chosen in config.data.datasets.values():
-            ensure_generated(chosen, home, say)
+            ensure_generated(chosen, home, log)
     parallel.barrier(ranks)
     return {name: open_dataset(name, config, home) for name in config.data.datasets}
 
@@ -68,13 +79,13 @@ class Setup:
     generator: torch.Generator
     skipped: str = ""  # why the last step changed nothing: loss, gradient, overflow (float16's scaler), or not at all
     updating: bool = False  # weights are changing: a step that fails now cannot be taken again
-    probed: RunConfig | None = None  # what compiled code was last tried out with, see upsnb.training.probe
+    probed: RunConfig | None = None  # what compiled code was last tried out with
     build_s: dict[str, float] = field(default_factory=dict)  # seconds per part, for the start event
     tf32: precision.Tf32 = field(default_factory=precision.Tf32)
     optimizer_marks: tuple = (0.0, 0.0)  # begin and end of the optimizers' part of the last step, for its event
 
     @classmethod
-    def build(cls, config: RunConfig, root: Path, ranks: Ranks, say: Callable[[str], None] = print) -> Setup:
+    def build(cls, config: RunConfig, root: Path, ranks: Ranks, log: Callable[[str], None] = print) -> Setup:
         """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP or FSDP2 -> optimizer.
 
         Compiling in place comes before wrapping, so that names stay; optimizers come last and own what is left.
@@ -85,7 +96,7 @@ class Setup:
         def lap(part: str) -> None:
             build_s[part] = round(time.perf_counter() - started - sum(build_s.values()), 3)
 
-        datasets = open_datasets(config, root, ranks, say)
+        datasets = open_datasets(config, root, ranks, log)
         loader = Loader(datasets, config, ranks.rank, ranks.world_size, device)
         lap("data")
         model = build_model(config, datasets).to(device)
@@ -155,9 +166,9 @@ class Setup:
 
     def _shard_again(self, new: RunConfig) -> None:
         """Shard the same weights, moments and averages anew under another config; all ranks enter."""
-        weights = parallel.whole(self.model.state_dict())
-        moments = parallel.whole(optimizers.moments(self.model, self.optimizers))
-        averages = parallel.whole(self.ema.state_dict()) if self.ema else None
+        weights = parallel.gather_full(self.model.state_dict())
+        moments = parallel.gather_full(optimizers.optimizer_state(self.model, self.optimizers))
+        averages = parallel.gather_full(self.ema.state_dict()) if self.ema else None
         self.model = build_model(new, self.datasets).to(self.ranks.device)
         self.loss = wrap(self.model, new, self.generator, self.ranks)
         self.optimizers = build_optimizers(self.model, new)
@@ -165,10 +176,10 @@ class Setup:
 
     def _take(self, weights: dict, moments: dict, averages: dict | None) -> None:
         """Continue with these, whole or sharded as the model's own."""
-        optimizers.give_moments(self.model, self.optimizers, moments)
+        optimizers.load_optimizer_state(self.model, self.optimizers, moments)
         own = self.model.state_dict()
         self.model.load_state_dict(
-            {name: optimizers.shared_out(value, own[name]) if name in own else value for name, value in weights.items()}
+            {name: optimizers.shard_like(value, own[name]) if name in own else value for name, value in weights.items()}
         )
         optimizers.weights_changed(self.optimizers)
         if self.ema is not None:
@@ -179,7 +190,7 @@ class Setup:
     def _rebuild_optimizers(self, new: RunConfig) -> None:
         """New optimizers under new settings, with the moments of the old ones."""
         made = build_optimizers(self.model, new)
-        optimizers.give_moments(self.model, made, optimizers.moments(self.model, self.optimizers))
+        optimizers.load_optimizer_state(self.model, made, optimizers.optimizer_state(self.model, self.optimizers))
         self.optimizers = made
 
     @compiling.step
@@ -213,20 +224,20 @@ class Setup:
             torch.distributed.all_reduce(means)
             means /= self.ranks.world_size
         loss, *values = means.unbind()
-        with part(OPTIMIZER):
+        with span(OPTIMIZER):
             norm = self._update(training.grad_clip, loss)
         return loss, dict(zip(terms, values)), norm
 
     def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int) -> tuple[Tensor, dict]:
-        with part(FORWARD):
+        with span(FORWARD):
             total, values = self.loss(batch, weights, dtype)
         if total.requires_grad:  # else no term acts on this microbatch
-            with part(BACKWARD):
+            with span(BACKWARD):
                 self.scaler.scale(total / num_microbatches).backward()
         return total.detach(), values
 
     def _update(self, grad_clip: float | None, loss: Tensor) -> Tensor:
-        together = optimizers.Together(self.optimizers)
+        together = optimizers.JointOptimizer(self.optimizers)
         self.scaler.unscale_(together)
         norm = optimizers.clip(self.model.parameters(), grad_clip)
         self.skipped = "" if self.config.guards.nonfinite == "off" else self._reason_to_skip(loss, norm)
@@ -255,6 +266,55 @@ class Setup:
             return "loss"
         return "overflow" if self.scaler.is_enabled() and self.scaler.get_scale() >= 1 else "gradient"
 
+    # -- outside of training: nothing is left behind ----------------------------------------------------------------
+
+    def try_compile(self) -> None:
+        """Compile what a step of the config needs: one microbatch of each dataset, forward and backward.
+
+        Compilation is lazy: without this its failure shows in the middle of a step, where ranks cannot agree on what to
+        do. Weights, gradients and random states are left as found, and no gradient is averaged over ranks. Does nothing
+        where nothing is compiled, or all is since the last call.
+        """
+        last, config = self.probed, self.config
+        self.probed = None  # until it has gone well
+        if not config.training.compile:
+            return
+        changed = overlays.difference(last, config) if last else COMPILED
+        if any(path.startswith(COMPILED) for path in changed):
+            self._probe()
+        self.probed = config
+
+    def _probe(self) -> None:
+        device, parameters = self.ranks.device, list(self.model.parameters())
+        gradients, noise = [parameter.grad for parameter in parameters], self.generator.get_state()
+        # DDP keeps the gradients to this rank; FSDP2 would keep them gathered, where resetting `grad` does not reach
+        alone = parallel.synchronising(self.loss, on=self.config.training.use_fsdp2)
+        try:
+            if device.type == "cuda":
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), alone, compiling.keep_graphs():
+                for batch in self.loader.peek():
+                    for parameter in parameters:
+                        parameter.grad = None
+                    weights = active_terms(self.config.training, 2**31, 0)  # all terms, past their warm-up
+                    total, _ = self.loss(batch, weights, precision.amp_dtype(self.config))
+                    if total.requires_grad:
+                        total.backward()
+        finally:
+            self.generator.set_state(noise)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def discard_step(self) -> None:
+        """Forget a step that failed before its update: its gradients, and what the scaler noted of them."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        noted, self.scaler = self.scaler.state_dict(), precision.build_scaler(self.config, self.ranks.device)
+        self.scaler.load_state_dict(noted)
+        gc.collect()  # what the failure's frames held
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
@@ -267,7 +327,7 @@ class Setup:
             random["cuda"] = torch.cuda.get_rng_state(self.ranks.device)
         return {
             "model": self.model.state_dict(),
-            "moments": optimizers.moments(self.model, self.optimizers),
+            "moments": optimizers.optimizer_state(self.model, self.optimizers),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
             "plateau": self.plateau.state_dict(),

@@ -10,7 +10,7 @@ import pandas as pd
 from IPython.display import display
 
 from upsnb.runs import handle
-from upsnb.runs import table as runtable
+from upsnb.runs.table import UNREADABLE, find_root, table
 from upsnb.widgets.panel import INTERVAL_S, Panel, is_headless
 
 
@@ -22,7 +22,7 @@ class RunBrowser:
     """
 
     def __init__(self, root: Path | str | None = None):
-        self.root = runtable.find_root(root)
+        self.root = find_root(root)
         self.panel: Panel | None = None  # of the chosen run
         self._panels: dict[str, Panel] = {}  # opened so far; only the chosen one is kept up to date
         self._lock, self._closing, self._thread = threading.RLock(), threading.Event(), None
@@ -39,11 +39,11 @@ class RunBrowser:
 
     def look(self) -> None:
         """Read the folder anew; the chosen run stays chosen."""
-        table = handle.table(self.root)
+        runs = table(self.root)
         with self._lock:
             chosen = self._list.value
-            options = [(label(row), None if row["status"] == runtable.UNREADABLE else row["run"])
-                       for _, row in table.iterrows()]  # fmt: skip
+            options = [(label(row), None if row["status"] == UNREADABLE else row["run"])
+                       for _, row in runs.iterrows()]  # fmt: skip
             self._list.options = [("choose a run" if options else f"no runs in {self.root}", None), *options]
             self._list.value = chosen if chosen in [name for _, name in options] else None
 
@@ -60,7 +60,7 @@ class RunBrowser:
 
     def _ipython_display_(self) -> None:
         if is_headless():
-            display(handle.table(self.root))
+            display(table(self.root))
             return
         display(self.box)
         if self._thread is None:

@@ -19,13 +19,13 @@ from upsnb import phases
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
-from upsnb.runs import launch, runfolder
-from upsnb.runs.handle import Run
+from upsnb.runs import runfolder
+from upsnb.runs.handle import INTERACTIVE, Run
 from upsnb.widgets import charts, html, snapshot
 from upsnb.widgets.busy_kernel import serve_clicks
 from upsnb.widgets.history import History, plain
 from upsnb.widgets.progress import Progress
-from upsnb.widgets.requests import AS_STARTED, PRESETS, Asking
+from upsnb.widgets.requests import AS_STARTED, PRESETS, PanelRequests
 
 INTERVAL_S = 0.5  # between two redraws
 CONTROLS = {  # setting: its short name and what is shown when the pointer rests on it
@@ -44,7 +44,7 @@ class Panel:
     def __init__(self, run: Run):
         self.run = run
         self.history = History(run.folder)
-        self.asking = Asking(run, self.history)
+        self.asking = PanelRequests(run, self.history)
         self.status, self.cause = run.status(), run.cause()
         self._lock = threading.RLock()
         self._ours = False  # widgets are being set by this object, not by a person
@@ -78,14 +78,14 @@ class Panel:
             seconds: stop watching after so long; empty: until the run has ended.
         """
         headless = is_headless()
-        say = Progress() if headless else None
+        log = Progress() if headless else None
         if not headless:
             self._show()
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             for event in self.refresh():
-                if say is not None:
-                    say(event)
+                if log is not None:
+                    log(event)
             if self.status not in runfolder.ALIVE:
                 self.close()
                 return self.status
@@ -349,4 +349,4 @@ class Panel:
 
 def is_headless() -> bool:
     """Whether nobody sits in front of this kernel: papermill, nbval, a script."""
-    return not any(name in os.environ for name in launch.INTERACTIVE)
+    return not any(name in os.environ for name in INTERACTIVE)

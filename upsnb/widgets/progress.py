@@ -18,8 +18,8 @@ class Progress:
     Time is the events' own, so attaching to an older run prints the same lines, only faster.
     """
 
-    def __init__(self, say: Callable[[str], None] = _print):
-        self._say = say
+    def __init__(self, log: Callable[[str], None] = _print):
+        self._log = log
         self._start: dict = {}
         self._steps: list[dict] = []  # since the last line
         self._shown_s = float("-inf")
@@ -28,36 +28,36 @@ class Progress:
         """Take the next event."""
         kind = event["kind"]
         if kind == "progress":
-            self._say(event["message"])
+            self._log(event["message"])
         elif kind == "warning":
-            self._say(f"warning: {event['message']}")
+            self._log(f"warning: {event['message']}")
         elif kind == "segment" and event["number"]:
-            self._say(f"launch {event['number'] + 1}, from about step {event['step']}")
+            self._log(f"launch {event['number'] + 1}, from about step {event['step']}")
         elif kind == "start":
             self._start = event
-            self._say(_greeting(event))
+            self._log(_greeting(event))
         elif kind == "compile":
-            self._say(f"step {event['step']}: compiled {event['graphs']} graphs, {event['duration_s']:.1f} s")
+            self._log(f"step {event['step']}: compiled {event['graphs']} graphs, {event['duration_s']:.1f} s")
         elif kind == "guard":
-            self._say(f"step {event['step']}: guard {event['guard']}, {event['action']}: {event['reason']}")
+            self._log(f"step {event['step']}: guard {event['guard']}, {event['action']}: {event['reason']}")
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
-            self._say(f"step {event['step']:,} | validation nRMSE: {errors}{', the best so far' * event['best']}")
+            self._log(f"step {event['step']:,} | validation nRMSE: {errors}{', the best so far' * event['best']}")
         elif kind == "flip":
-            self._say(_flipped(event))
+            self._log(_flipped(event))
         elif kind == "relaunch":
-            self._say(f"step {event['step']}: saved, to be launched again with {_settings(event['changes'])}")
+            self._log(f"step {event['step']}: saved, to be launched again with {_settings(event['changes'])}")
         elif kind == "paused":
-            self._say(f"step {event['step']}: paused")
+            self._log(f"step {event['step']}: paused")
         elif kind == "resumed":
-            self._say(f"step {event['step']}: goes on after a pause of {duration(event['paused_s'])}")
+            self._log(f"step {event['step']}: goes on after a pause of {duration(event['paused_s'])}")
         elif kind == "step":
             self._steps.append(event)
             if event["time_s"] - self._shown_s >= max(EVERY_S, SLOWER * event["time_s"]):
                 self._show()
         elif kind == "end":
             self._show()
-            self._say(f"ended by {event['reason']} after {duration(event['train_time_s'])} of training")
+            self._log(f"ended by {event['reason']} after {duration(event['train_time_s'])} of training")
 
     def _show(self) -> None:
         """One line on the steps since the last: means, because datasets take turns and cost differently."""
@@ -73,7 +73,7 @@ class Progress:
             f"{_number(samples / sum(step_s))} samples/s",
             duration(last["time_s"]) + (f", {duration(left_s)} left" if left_s < float("inf") else ""),
         )
-        self._say(" | ".join(parts))
+        self._log(" | ".join(parts))
         self._shown_s = last["time_s"]
         self._steps.clear()
 

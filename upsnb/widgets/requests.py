@@ -37,7 +37,7 @@ class Obstacle:
         return f"{self.kind}: {said}" + (f" (and {more} more)" if more else "")
 
 
-class Asking:
+class PanelRequests:
     """Requests to one run, checked against its own machine before they are written."""
 
     def __init__(self, run: Run, history: History):
@@ -51,7 +51,7 @@ class Asking:
         folder = self.run.folder
         control = runfolder.read_control(folder)
         applied = runfolder.read_manifest(folder).get("applied", {}).get("overlay", {})
-        wanted = runfolder.standing_overlay(folder, control) if self.history.end is None else applied
+        wanted = runfolder.effective_overlay(folder, control) if self.history.end is None else applied
         return self._config(applied), self._config(wanted)
 
     def _config(self, overlay: dict) -> RunConfig:

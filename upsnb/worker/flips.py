@@ -21,7 +21,7 @@ from upsnb.phases import PHASES, is_on, skip_missing
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.runs.runfolder import Launch
-from upsnb.training import parallel, probe
+from upsnb.training import parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, cold_changes
 from upsnb.training.timing import peak_memory_gib
@@ -100,7 +100,7 @@ class Flips:
 
     def _try_compiling(self) -> str:
         try:
-            probe.compile_now(self.setup)
+            self.setup.try_compile()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""

@@ -17,7 +17,7 @@ from upsnb.errors import ConfigError, OutOfMemory, RunError
 from upsnb.phases import BY_NAME, is_on
 from upsnb.runs import recovery, runfolder
 from upsnb.runs.events import EventWriter
-from upsnb.training import parallel, probe
+from upsnb.training import parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.worker.flips import WINDOW_STEPS, Flips
@@ -150,7 +150,7 @@ class Guards:
         except Exception as error:
             if not self._rescue(error, step):
                 raise
-        probe.abandon_step(self.setup)  # out here, because inside the block the error still holds the step's tensors
+        self.setup.discard_step()  # out here, because inside the block the error still holds the step's tensors
         return None
 
     def _rescue(self, error: Exception, step: int) -> bool:
@@ -198,7 +198,7 @@ class Guards:
             return False
         problem = ""
         try:
-            probe.compile_now(self.setup)
+            self.setup.try_compile()
         except Exception as error:
             if not recovery.is_compile_failure(error):
                 raise

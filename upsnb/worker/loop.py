@@ -20,7 +20,7 @@ from upsnb.profile.recorder import Profiler
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
-from upsnb.spans import DATA, outside, part
+from upsnb.spans import DATA, outside_step, span
 from upsnb.training import checkpoint, evaluation, optimizers, parallel
 from upsnb.training.compiling import CompileCounter
 from upsnb.training.parallel import Ranks
@@ -28,10 +28,8 @@ from upsnb.training.setup import Setup
 from upsnb.training.timing import StepClock
 from upsnb.worker.flips import CHANGED, RELAUNCH, Flips
 from upsnb.worker.guards import Guards
-from upsnb.worker.requests import Boundary
+from upsnb.worker.requests import Requests
 from upsnb.worker.step_log import StepLog
-
-EVALUATION, EXAMPLES = "evaluation.json", "examples.npz"
 
 
 def train(
@@ -93,9 +91,9 @@ class Loop:
         self.launched = time.perf_counter()
         config = overlays.apply(base, launch.overlay)
         hardware.check_runnable(config, hardware.detect())
-        self.setup = Setup.build(config, runfolder.project_root(), ranks, self._say)
+        self.setup = Setup.build(config, runfolder.project_root(), ranks, self._report_progress)
         self.flips = Flips(base, self.setup, ranks, events, folder, launch)
-        self.boundary = Boundary(folder, ranks, events, self.flips)
+        self.requests = Requests(folder, ranks, events, self.flips)
         self.profiler = Profiler(folder, self.setup, ranks, events)
         self.position = Position()
         self._plan()
@@ -127,7 +125,7 @@ class Loop:
 
     # -- start ------------------------------------------------------------------------------------------------------
 
-    def _say(self, message: str) -> None:
+    def _report_progress(self, message: str) -> None:
         print(message, flush=True)
         if self.ranks.rank == 0:
             self.events.write("progress", 0, message=message)
@@ -145,7 +143,7 @@ class Loop:
         self.saver.last = state["name"]
         for damage in state["passed_over"] if self.ranks.rank == 0 else ():
             self._warn(f"checkpoint {damage} -> resuming from {state['name']}")
-        self._say(f"resumed at step {self.position.step}")
+        self._report_progress(f"resumed at step {self.position.step}")
 
     def _announce(self) -> None:
         setup, datasets = self.setup, self.setup.datasets
@@ -223,7 +221,7 @@ class Loop:
         for _ in range(left // training.accum_steps):
             self._beat()  # before and after reading: a rank whose disk hangs stands one beat behind the others
             waiting = time.perf_counter()
-            with part(DATA):
+            with span(DATA):
                 microbatches = [next(batches) for _ in range(training.accum_steps)]
             wait_ms = 1e3 * (time.perf_counter() - waiting)
             is_done = self._step(microbatches, wait_ms)
@@ -266,24 +264,24 @@ class Loop:
         """
         to_profile, step = 0, self.position.step
         while True:
-            asked = self.boundary.ask(step, *self._progress())
-            self.progress, to_profile = asked.progress, asked.profile or to_profile
-            if asked.stop:
+            requested = self.requests.ask(step, *self._progress())
+            self.progress, to_profile = requested.progress, requested.profile or to_profile
+            if requested.stop:
                 return self._go_on("stopped")
-            if asked.checkpoint:
-                self._save(revision=asked.checkpoint)
-            if asked.settings and self._flip(asked.settings) == RELAUNCH:
+            if requested.checkpoint:
+                self._save(revision=requested.checkpoint)
+            if requested.settings and self._flip(requested.settings) == RELAUNCH:
                 return self._go_on(RELAUNCH)
-            if not asked.pause:
+            if not requested.pause:
                 break
             if self.ranks.rank == 0:
                 self.log.drain(everything=True)  # times of these steps are those before the pause
             self._beat()
-            self.boundary.hold(step, asked.pause)
+            self.requests.hold(step, requested.pause)
         self._go_on(None)
         if self.profiler.at_boundary(step, to_profile):
             self.clock.settle(step)
-        if asked.time_is_up:
+        if requested.time_is_up:
             return "time"
         return "epochs" if self.position.epoch >= self.stage.epochs else None  # of a run resumed at its end
 
@@ -297,7 +295,7 @@ class Loop:
 
     def _go_on(self, reason: str | None) -> str | None:
         """Leave the boundary; after a pause no clock has run meanwhile."""
-        paused_s = self.boundary.leave(self.position.step, resumed=reason is None)
+        paused_s = self.requests.leave(self.position.step, resumed=reason is None)
         if paused_s:
             self.run_started += paused_s
             self.launched += paused_s
@@ -309,7 +307,7 @@ class Loop:
         """Apply what was asked for, here and on all other ranks; what `Flips.apply` found to do."""
         if self.ranks.rank == 0:
             self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
-        old_size, overlay = self.setup.loader.schedule.global_size, self.boundary.overlay
+        old_size, overlay = self.setup.loader.schedule.global_size, self.requests.overlay
         found = self.flips.apply(revision, overlay, self.position.step)
         if found == CHANGED:
             self._plan()
@@ -321,7 +319,7 @@ class Loop:
         self.heartbeat.beat(self.position.step)
 
     def _elapsed(self) -> float:
-        return self.position.elapsed_s + self.boundary.now() - self.run_started
+        return self.position.elapsed_s + self.requests.now() - self.run_started
 
     def _step(self, batches: list, wait_ms: float) -> bool:
         """One optimizer step; False where it failed and a guard has asked for settings to take it again with."""
@@ -360,7 +358,7 @@ class Loop:
 
     # -- validation and checkpoints ----------------------------------------------------------------------------------
 
-    @outside
+    @outside_step
     def _validate(self) -> str | None:
         """Measure the validation split with the averaged weights; returns "patience" when it is time to stop."""
         if not any(len(dataset.splits["validation"]) for dataset in self.setup.datasets.values()):
@@ -401,13 +399,13 @@ class Loop:
         """Metrics of a share of the split from all ranks; rank 0 writes example forecasts where a path is given."""
         setup, settings = self.setup, self.config.evaluation
         # Eager: other batch sizes would compile anew, for one call each.
-        with evaluation.judged_model(setup) as model, torch.compiler.set_stance("force_eager"):
+        with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
             results = evaluation.evaluate(model, setup.datasets, split, settings, self.ranks, self._beat, fraction)
             if examples and self.ranks.rank == 0:
                 evaluation.save_examples(examples, model, setup.datasets, results, settings, self.ranks.device)
         return results
 
-    @outside
+    @outside_step
     def _save(self, *roles: str, last: bool = False, revision: int | None = None) -> None:
         """Write a checkpoint; all ranks enter because each writes its share.
 
@@ -450,7 +448,7 @@ class Loop:
             state = checkpoint.load(self.folder, "best", ranks=self.ranks, allocate=checkpoint.room_for(setup.model))
             setup.load_state_dict(state["setup"])
             reported = f"best, step {state['step']}"
-        results = self._evaluate(config.evaluation.split, self.folder / EXAMPLES)
+        results = self._evaluate(config.evaluation.split, self.folder / runfolder.EXAMPLES)
         if self.ranks.rank == 0:
             split = config.evaluation.split
             summary = {
@@ -459,7 +457,7 @@ class Loop:
                 "weights": reported + (", averaged" if setup.ema else ""),
                 "datasets": {name: {split: result} for name, result in results.items()},
             }
-            runfolder.write_json(self.folder / EVALUATION, without_nonfinite(summary))
+            runfolder.write_json(self.folder / runfolder.EVALUATION, without_nonfinite(summary))
         memory = parallel.all_gather_objects(self.ranks, self.flips.peak_memory_gib())
         if self.ranks.rank == 0:
             self.events.write(

@@ -10,7 +10,7 @@ import torch
 
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
-from upsnb.spans import outside
+from upsnb.spans import outside_step
 from upsnb.training import parallel
 from upsnb.training.parallel import Ranks
 from upsnb.worker.flips import Flips
@@ -19,7 +19,7 @@ POLL_S = 0.1  # between two looks at control.json while all ranks wait
 REVISIONS = (runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.SETTINGS, runfolder.PAUSE)
 
 
-class Asked(NamedTuple):
+class Requested(NamedTuple):
     """What all ranks are to do; of each from `checkpoint` on the revision that asks for it, 0: nothing."""
 
     progress: float  # of the stage, 0 to 1; schedules follow it
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     pause: int
 
 
-class Boundary:
+class Requests:
     """Requests to one launch of a run, and its pauses."""
 
     def __init__(self, folder: Path, ranks: Ranks, events: EventWriter, flips: Flips):
@@ -44,13 +44,13 @@ class Boundary:
             for kind in ("checkpoint", "profile")
         )
 
-    def ask(self, step: int, progress: float, time_is_up: bool) -> Asked:
+    def ask(self, step: int, progress: float, time_is_up: bool) -> Requested:
         """What is to be done now; all ranks enter. Acknowledges a cold flip whose ranks have come so far.
 
         Args:
             progress, time_is_up: rank 0's count.
         """
-        message = torch.zeros(len(Asked._fields), dtype=torch.float64)
+        message = torch.zeros(len(Requested._fields), dtype=torch.float64)
         if self.ranks.rank == 0:
             control, flips = runfolder.read_control(self.folder), self.flips
             # After the first step, or where none is to follow: that the ranks are there has to do then.
@@ -64,9 +64,9 @@ class Boundary:
             self.overlay, pause = control.overlay, pause * control.paused
             message[:] = torch.tensor([progress, time_is_up, control.stop, save, profile, settings, pause])
         progress, time_is_up, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
-        return Asked(progress, bool(time_is_up), bool(stop), *map(int, revisions))
+        return Requested(progress, bool(time_is_up), bool(stop), *map(int, revisions))
 
-    @outside
+    @outside_step
     def hold(self, step: int, revision: int) -> None:
         """Wait for a moment."""
         if self.paused_since is None:

@@ -6,7 +6,7 @@ import torch
 from upsnb import hardware
 from upsnb.config import RunConfig
 from upsnb.hardware import Hardware
-from upsnb.models.attention import Attention, attend, rotary_table
+from upsnb.models.transformer import Attention, attend, rotary_table
 
 CPU = Hardware("cpu", 1, "processor", 8.0, 2)
 A100 = Hardware("cuda", 1, "A100", 80.0, 8, (8, 0))

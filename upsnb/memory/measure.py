@@ -7,9 +7,20 @@ predictions are held against.
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
+
+from upsnb import hardware
+from upsnb.config import RunConfig
+from upsnb.errors import RunError
+from upsnb.memory.predict import Footprint, Rehearsal
+from upsnb.runs import runfolder
 
 TOP_ALLOCATIONS = 12  # of an out-of-memory history, largest first
 MAX_EVENTS = 100_000  # of a history
@@ -114,3 +125,54 @@ def _where(frames: list[dict]) -> str:
     for frame in own or frames:
         return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
     return "unknown"
+
+
+# -- one step, for real ------------------------------------------------------------------------------------------------
+
+
+def measure(config: RunConfig, root: Path | None = None) -> Footprint:
+    """The same step for real, by one rank, in this process: what torch's allocator saw at the fullest moment.
+
+    Kinds and modules come from a second step, so that nothing watches the first. Eager, also where the config compiles.
+    """
+    hardware.check_runnable(config, hardware.detect())
+    device = torch.device(hardware.resolve_device(config, hardware.detect()))
+    root, started = root or runfolder.project_root(), time.perf_counter()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with Meter(device) as meter:
+            rehearsal = Rehearsal(config, root, device)
+            meter.begin()
+            rehearsal.steps(config.training.batch_size)
+        account = rehearsal.account(config.training.batch_size)
+    how = "measured by CUDA's allocator" if device.type == "cuda" else "measured by the CPU's allocator"
+    return Footprint(meter.peak_bytes, account, how, time.perf_counter() - started, history=meter.history)
+
+
+class MeasuringProcess:
+    """A process that measures: it may run out of memory, and the one that asks keeps its hands off the GPU."""
+
+    def __enter__(self) -> MeasuringProcess:
+        spawned = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=spawned, initializer=_be_quiet)
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self._pool.shutdown()
+
+    def measure(self, config: RunConfig, root: Path | None = None) -> Footprint:
+        """`measure`, over there.
+
+        Raises:
+            RunError: the process was killed; the next measurement starts another.
+        """
+        try:
+            return self._pool.submit(measure, config, root or runfolder.project_root()).result()
+        except BrokenProcessPool:
+            self.__enter__()
+            raise RunError(
+                "the measuring process was killed, most often for want of memory -> lower batch_size"
+            ) from None
+
+
+def _be_quiet() -> None:
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces its beginning and end on stderr
