@@ -23,8 +23,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from upsnb.errors import ConfigError
 from upsnb.rules import contradictions
@@ -55,7 +57,7 @@ class GenerateConfig(Section):
 class DatasetConfig(Section):
     """One dataset: a PDEBench family, its files, and how it is read."""
 
-    family: Literal["advection1d", "darcy2d"]  # which reader and which physics
+    family: str  # which equation: a row of data.families, with its reader and its physics
     files: tuple[str, ...] = ()  # file names or globs under data.root; empty: generate
     generate: GenerateConfig = GenerateConfig()  # used only when files is empty
     reduced_resolution: PositiveInt = 1  # keep every k-th grid point (PDEBench's reduction)
@@ -65,6 +67,15 @@ class DatasetConfig(Section):
     output_frames: PositiveInt = 1  # frames the model predicts in one call
     tokens: PositiveInt | None = None  # budget of latent tokens for this dataset; empty: latent.tokens
     augment: bool = False  # the equation's own symmetries, at random, in training
+
+    @field_validator("family")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        from upsnb.data.families import FAMILIES  # here, because the table stands a floor above
+
+        if name not in FAMILIES:
+            raise PydanticCustomError("literal_error", "no such family", {"expected": " or ".join(map(repr, FAMILIES))})
+        return name
 
 
 class SplitConfig(Section):

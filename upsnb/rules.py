@@ -27,11 +27,13 @@ CONFLICTS = (  # settings that exclude each other: names, when, what to say
         "optimizer.foreach: AdamW is either fused or foreach -> switch one of them off",
     ),
 )
-PHYSICS_TERMS = {"boundary": ("darcy2d",), "conservation": ("advection1d",), "positivity": ("darcy2d",)}
+PHYSICS_TERMS = ("boundary", "conservation", "positivity")  # hold where a family names them among its priors
 
 
 def contradictions(config) -> list[str]:
     """Rules across sections, each broken one as a sentence that starts with the setting's path."""
+    from upsnb.data.families import FAMILIES  # here, because the table stands a floor above
+
     problems = []
     pdet, training, latent = config.operator.pdet, config.training, config.latent
 
@@ -53,7 +55,12 @@ def contradictions(config) -> list[str]:
         f"operator.pdet.num_heads: {pdet.hidden_dim} over {pdet.num_heads} heads -> make hidden_dim an even multiple",
     )
     for name, dataset in config.data.datasets.items():
-        if dataset.family == "darcy2d":
+        family = FAMILIES[dataset.family]
+        require(
+            not dataset.augment or family.symmetries is not None,
+            f"data.datasets.{name}.augment: no symmetry of {family.name} is known -> set it to false",
+        )
+        if not family.time_dependent:
             require(
                 dataset.input_frames == dataset.output_frames == 1,
                 f"data.datasets.{name}: is static, but input_frames x output_frames is "
@@ -66,7 +73,8 @@ def contradictions(config) -> list[str]:
                 f"input_frames == output_frames, found {dataset.input_frames} and {dataset.output_frames}",
             )
     families = {dataset.family for dataset in config.data.datasets.values()}
-    acting_on = {**dict.fromkeys(TIME_TERMS, ("advection1d",)), **PHYSICS_TERMS}
+    acting_on = {term: [name for name, row in FAMILIES.items() if row.time_dependent] for term in TIME_TERMS}
+    acting_on |= {term: [name for name, row in FAMILIES.items() if term in row.priors] for term in PHYSICS_TERMS}
     for term, acting in acting_on.items():
         require(
             getattr(training, f"lambda_{term}") == 0 or bool(families & set(acting)),
@@ -100,7 +108,7 @@ def contradictions(config) -> list[str]:
         )
     if config.evaluation.symmetry_average:
         require(
-            "darcy2d" in families,
+            any(FAMILIES[name].symmetries == "square" for name in families),
             "evaluation.symmetry_average: averages over the square's symmetries, and no dataset is a square problem",
         )
     for _, clash, sentence in CONFLICTS:

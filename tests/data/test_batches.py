@@ -10,7 +10,8 @@ import torch
 from upsnb.data import batches, generate
 from upsnb.data.batches import Batch, Loader, Schedule
 from upsnb.data.datasets import generated_path, open_dataset
-from upsnb.data.symmetries import augment, invert_square, transform_square
+from upsnb.data.families import FAMILIES
+from upsnb.data.symmetries import GROUPS, invert_square, transform_square
 from upsnb.errors import DataError
 
 
@@ -215,9 +216,9 @@ def test_auto_keeps_small_data_on_the_device_and_reads_large_data(opened):
 
 
 def augmented(family, inputs, targets, seed=3):
-    batch = Batch("any", inputs.clone(), targets.clone(), torch.ones(len(inputs), 1), seed)
-    augment(batch, family, np.random.default_rng(seed).random((len(inputs), 2)))
-    return batch
+    draws = np.random.default_rng(seed).random((len(inputs), 2))
+    images = GROUPS[FAMILIES[family].symmetries].draw((inputs.clone(), targets.clone()), draws)
+    return Batch("any", *images, torch.ones(len(inputs), 1), seed)
 
 
 def test_an_augmented_wave_is_still_a_solution():

@@ -2,13 +2,15 @@
 
 import hashlib
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from upsnb.data import download as module
-from upsnb.data.download import FILES, RemoteFile, download
+from upsnb.data.download import download
 from upsnb.data.families import FAMILIES
+from upsnb.data.layouts import RemoteFile
 from upsnb.errors import DataError
 
 CONTENT = b"not really HDF5" * 1000
@@ -43,12 +45,12 @@ def served(monkeypatch):
 
 def _list(monkeypatch, id=7, content=CONTENT, size_gib=0.0):
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    monkeypatch.setitem(FILES, "advection1d", {NAME: RemoteFile(id, md5, 0.4, size_gib)})
+    listed = replace(FAMILIES["advection1d"], remote=(RemoteFile(NAME, id, md5, 0.4, size_gib),))
+    monkeypatch.setitem(FAMILIES, "advection1d", listed)
 
 
 def test_the_table_is_well_formed():
-    files = [file for files in FILES.values() for file in files.values()]
-    assert set(FILES) <= set(FAMILIES)
+    files = [file for family in FAMILIES.values() for file in family.remote]
     assert len({file.id for file in files}) == len({file.md5 for file in files}) == len(files) == 13
     assert all(len(file.md5) == 32 and int(file.md5, 16) for file in files)
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
-from upsnb.data.symmetries import augment
+from upsnb.data.symmetries import GROUPS
 from upsnb.errors import DataError
 from upsnb.spans import COPY, span
 
@@ -198,8 +198,10 @@ class Loader:
         """Batches from position `start` of an epoch; resuming there repeats and skips nothing."""
         microbatches = self.schedule.epoch(epoch, start)
         for microbatch, batch in zip(microbatches, self._read(microbatches), strict=True):
-            if self.datasets[batch.dataset].augment:
-                augment(batch, self.datasets[batch.dataset].family.name, microbatch.draws)
+            dataset = self.datasets[batch.dataset]
+            if dataset.augment:
+                draw = GROUPS[dataset.family.symmetries].draw
+                batch.inputs, batch.targets = draw((batch.inputs, batch.targets), microbatch.draws)
             yield batch
 
     def peek(self) -> list[Batch]:

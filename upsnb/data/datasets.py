@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from upsnb.config import DataConfig, DatasetConfig, RunConfig
-from upsnb.data import generate
+from upsnb.config import DatasetConfig, RunConfig
 from upsnb.data.families import FAMILIES, Family, Source, open_source, split_samples
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import DataError
@@ -92,25 +91,23 @@ def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
 
 def generated_path(config: DatasetConfig, root: Path) -> Path:
     """Where the generated file of these settings lives: the name says all that its content depends on."""
-    made = config.generate
-    kind = "1D_Advection_Sols" if config.family == "advection1d" else "2D_DarcyFlow"
-    times = f"_t{made.num_times}" if config.family == "advection1d" else ""
-    stem = f"{kind}_beta{made.parameter:g}_n{made.num_samples}_x{made.resolution}{times}_seed{made.seed}"
+    family, made = FAMILIES[config.family], config.generate
+    times = f"_t{made.num_times}" if family.time_dependent else ""
+    parameter = f"{family.parameter_names[0]}{made.parameter:g}"
+    stem = f"{family.file_stem}_{parameter}_n{made.num_samples}_x{made.resolution}{times}_seed{made.seed}"
     return root / "generated" / f"{stem}.hdf5"
 
 
 def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
     """Generate the dataset's file unless it is there; one process of a run calls this, the others wait."""
-    path, made = generated_path(config, root), config.generate
+    family, path, made = FAMILIES[config.family], generated_path(config, root), config.generate
     if config.files or path.is_file():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     log(f"generating {path.name}")
-    common = {"num_samples": made.num_samples, "resolution": made.resolution, "seed": made.seed}
-    if config.family == "advection1d":
-        generate.generate_advection(path, beta=made.parameter, num_times=made.num_times, **common)
-    else:
-        generate.generate_darcy(path, beta=made.parameter, **common)
+    settings = {"resolution": made.resolution, "seed": made.seed}
+    settings |= {"num_times": made.num_times} if family.time_dependent else {}
+    family.generate(path, made.num_samples, made.parameter, **settings)
 
 
 def open_dataset(name: str, config: RunConfig, root: Path) -> Dataset:
@@ -124,7 +121,8 @@ def open_dataset(name: str, config: RunConfig, root: Path) -> Dataset:
     source = open_source(
         chosen.family, files, chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples
     )
-    splits = _split(source, config.data)
+    split = config.data.split
+    splits = split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
     frames = np.arange(0, source.num_times, config.training.time_stride)
     family = FAMILIES[chosen.family]
     calls = 2 if config.training.lambda_rollout > 0 else 1
@@ -138,39 +136,50 @@ def open_dataset(name: str, config: RunConfig, root: Path) -> Dataset:
                 f"{needed} are needed ({chosen.input_frames} in, {calls} x {chosen.output_frames} out, "
                 f"{family.given_frames} given before a rollout) -> lower the strides or the frames per call"
             )
-    spec = _spec(name, chosen, config, source, splits["train"], frames)
+    inputs, outputs = _statistics(name, source, splits["train"], frames)
+    parameters = source.parameters[splits["train"]].astype(np.float64)
+    spread = parameters.std(axis=0)
+    spread = np.where(spread > 0, spread, 1.0)  # one single value: nothing to scale by
+    statistics = (inputs, outputs, (tuple(parameters.mean(axis=0).tolist()), tuple(spread.tolist())))
+    spec = _spec(name, config, source.grid_shape, source.dt * config.training.time_stride, *statistics)
     return Dataset(name, source, splits, frames, spec, chosen.augment)
 
 
-def _split(source: Source, config: DataConfig) -> dict[str, np.ndarray]:
-    split = config.split
-    return split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
+Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, by channel or parameter
 
 
-def _spec(name, chosen: DatasetConfig, config: RunConfig, source: Source, train, frames) -> DatasetSpec:
-    inputs, outputs = _statistics(name, source, train, frames)
-    parameters = source.parameters[train].astype(np.float64)
-    spread = parameters.std(axis=0)
+def _spec(
+    name: str,
+    config: RunConfig,
+    grid: tuple[int, ...],
+    dt: float,
+    inputs: Moments,
+    outputs: Moments,
+    parameters: Moments,
+) -> DatasetSpec:
+    """What a model must know of a dataset: from its row, its settings, and what was measured of it."""
+    chosen = config.data.datasets[name]
+    family = FAMILIES[chosen.family]
     return DatasetSpec(
         name=name,
-        family=source.family.name,
-        grid_shape=source.grid_shape,
-        periodic=source.family.periodic,
-        input_channels=len(source.family.input_channels),
-        output_channels=len(source.family.output_channels),
+        family=family.name,
+        grid_shape=grid,
+        periodic=family.periodic,
+        input_channels=len(family.input_channels),
+        output_channels=len(family.output_channels),
         input_frames=chosen.input_frames,
         output_frames=chosen.output_frames,
-        num_parameters=parameters.shape[1],
-        time_dependent=source.family.time_dependent,
-        dt=source.dt * config.training.time_stride,
+        num_parameters=len(family.parameter_names),
+        time_dependent=family.time_dependent,
+        dt=dt,
         tokens=chosen.tokens or config.latent.tokens,
         input_mean=inputs[0],
         input_std=inputs[1],
         output_mean=outputs[0],
         output_std=outputs[1],
-        zero_walls=source.family.zero_walls,
-        parameter_mean=tuple(parameters.mean(axis=0).tolist()),
-        parameter_std=tuple(np.where(spread > 0, spread, 1.0).tolist()),  # one single value: nothing to scale by
+        parameter_mean=parameters[0],
+        parameter_std=parameters[1],
+        zero_walls=family.zero_walls,
     )
 
 
@@ -229,29 +238,9 @@ def _outline(name: str, chosen: DatasetConfig, config: RunConfig, root: Path) ->
         grid = (-(-made.resolution // reduction),) * family.num_dims
         num_samples = min(made.num_samples, chosen.num_samples or made.num_samples)
         num_times = -(-made.num_times // reduction_t) if family.time_dependent else 1
-    inputs, outputs = len(family.input_channels), len(family.output_channels)
-    zeros, ones = (0.0,), (1.0,)  # no shape and no lifetime depends on statistics
-    spec = DatasetSpec(
-        name=name,
-        family=family.name,
-        grid_shape=grid,
-        periodic=family.periodic,
-        input_channels=inputs,
-        output_channels=outputs,
-        input_frames=chosen.input_frames,
-        output_frames=chosen.output_frames,
-        num_parameters=len(family.parameter_names),
-        time_dependent=family.time_dependent,
-        dt=1.0 if family.time_dependent else 0.0,
-        tokens=chosen.tokens or config.latent.tokens,
-        input_mean=zeros * inputs,
-        input_std=ones * inputs,
-        output_mean=zeros * outputs,
-        output_std=ones * outputs,
-        parameter_mean=zeros * len(family.parameter_names),
-        parameter_std=ones * len(family.parameter_names),
-        zero_walls=family.zero_walls,
-    )
+    inputs, outputs, parameters = map(len, (family.input_channels, family.output_channels, family.parameter_names))
+    unscaled = (((0.0,) * n, (1.0,) * n) for n in (inputs, outputs, parameters))  # no shape depends on statistics
+    spec = _spec(name, config, grid, 1.0 if family.time_dependent else 0.0, *unscaled)
     frames = -(-num_times // config.training.time_stride)
     channels = outputs + (0 if family.time_dependent else inputs)
     return Outline(spec, 4 * num_samples * frames * channels * math.prod(grid))

@@ -1,4 +1,8 @@
-"""PDEBench families, one table row each; a lazy reader for their files, and named splits. No torch in here."""
+"""PDEBench families, one table row each; a lazy reader for their files, and named splits. No torch in here.
+
+Ids and MD5 of published files are from pdebench/data_download/pdebench_data_urls.csv of the PDEBench repository; ids
+elsewhere may be stale.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -8,7 +12,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from upsnb.data.layouts import AXES, LAYOUTS, Family, Header, open_hdf5
+from upsnb.data.generate import generate_advection, generate_darcy
+from upsnb.data.layouts import AXES, LAYOUTS, Family, Header, RemoteFile, open_hdf5
 from upsnb.errors import DataError
 
 BLOCK_BYTES = 32 * 2**20  # raw bytes read at a time: official files are 7.7 GiB, machines are not
@@ -59,10 +64,22 @@ FAMILIES: dict[str, Family] = {
             time_range=(0.0, 2.0),
             parameter_names=("beta",),
             given_frames=10,
-            default_reduction=4,
-            default_reduction_t=5,
             pdebench_test_side="first",
+            generate=generate_advection,
+            file_stem="1D_Advection_Sols",
+            symmetries="shift and sign",
+            priors=("conservation",),
             check=_check_advection_speed,
+            remote=(
+                RemoteFile("1D_Advection_Sols_beta0.1.hdf5", 255672, "b4be2fc3383f737c76033073e6d2ccfb", 0.1, 7.7),
+                RemoteFile("1D_Advection_Sols_beta0.2.hdf5", 255671, "d47b52c1be4b6bcaa8748a8df2f5fbb8", 0.2, 7.7),
+                RemoteFile("1D_Advection_Sols_beta0.4.hdf5", 255674, "d595bbfd2c659df995a93cd40d6ea568", 0.4, 7.7),
+                RemoteFile("1D_Advection_Sols_beta0.7.hdf5", 255666, "f89030c240a1e90b55649776854a84c2", 0.7, 7.7),
+                RemoteFile("1D_Advection_Sols_beta1.0.hdf5", 255675, "1fe41923a4123db55bf4e89bea32e142", 1.0, 7.7),
+                RemoteFile("1D_Advection_Sols_beta2.0.hdf5", 255677, "0e9beff98693089c38e213a1f2b9ac43", 2.0, 7.7),
+                RemoteFile("1D_Advection_Sols_beta4.0.hdf5", 255676, "a87b03ff425496360e2732921805f47d", 4.0, 7.7),
+                RemoteFile("1D_Advection_Sols_beta7.0.hdf5", 255664, "72a286ad2fcba574bd20bc045ba82d58", 7.0, 7.7),
+            ),
         ),
         Family(
             name="darcy2d",
@@ -75,15 +92,24 @@ FAMILIES: dict[str, Family] = {
             output_keys=("tensor",),
             time_dependent=False,
             periodic=(False, False),
-            zero_walls=True,
             domain=((0.0, 1.0), (0.0, 1.0)),
             time_range=(0.0, 0.0),
             parameter_names=("beta",),
             given_frames=1,
-            default_reduction=2,
-            default_reduction_t=1,
             pdebench_test_side="first",
+            generate=generate_darcy,
+            file_stem="2D_DarcyFlow",
+            symmetries="square",
+            priors=("boundary", "positivity"),
+            zero_walls=True,
             static_keys=("nu",),
+            remote=(
+                RemoteFile("2D_DarcyFlow_beta0.01_Train.hdf5", 133217, "d05c287d4c0b7d3178b0097084238251", 0.01, 1.3),
+                RemoteFile("2D_DarcyFlow_beta0.1_Train.hdf5", 133218, "294f9a03a4aa16b0e386469ca8b471be", 0.1, 1.3),
+                RemoteFile("2D_DarcyFlow_beta1.0_Train.hdf5", 133219, "81694ed31306ff2e5f6b76349b0b4389", 1.0, 1.3),
+                RemoteFile("2D_DarcyFlow_beta10.0_Train.hdf5", 133220, "a7f23cf8011fc211b180828af39b7d1a", 10.0, 1.3),
+                RemoteFile("2D_DarcyFlow_beta100.0_Train.hdf5", 133221, "7c09f3b1bb097737d3fd52ffb0c6f1c8", 100.0, 1.3),
+            ),
         ),
     )
 }

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import scipy.sparse
-import scipy.sparse.linalg
 
 from upsnb.errors import DataError
 
@@ -145,6 +143,8 @@ def solve_darcy(nu: np.ndarray, beta: float) -> np.ndarray:
     Returns:
         (N, N) float64 pressure on the same points.
     """
+    import scipy.sparse.linalg  # here, because it takes a while and whoever reads a config would wait for it
+
     nu = np.pad(np.asarray(nu, dtype=np.float64), 1, mode="edge")  # the ghost cells' nu is their neighbour's
     faces_x = 0.5 * (nu[1:, 1:-1] + nu[:-1, 1:-1])  # (N + 1, N)
     faces_y = 0.5 * (nu[1:-1, 1:] + nu[1:-1, :-1])  # (N, N + 1)

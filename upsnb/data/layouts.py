@@ -16,8 +16,19 @@ UPDATE_HINT = "it is an old release or a cut file: download the current one (or 
 
 
 @dataclass(frozen=True)
+class RemoteFile:
+    """One file as published on DaRUS (doi:10.18419/darus-2986)."""
+
+    name: str
+    id: int  # of the data file in DaRUS
+    md5: str
+    parameter: float  # the first of the family's parameters
+    size_gib: float
+
+
+@dataclass(frozen=True)
 class Family:
-    """What all files of one PDE have in common; a new family is a new row in families.FAMILIES."""
+    """All that is asked of one PDE: a new family is a new row in families.FAMILIES, and a generator."""
 
     name: str
     title: str  # for figures
@@ -33,12 +44,15 @@ class Family:
     time_range: tuple[float, float]  # physical times of the first and last saved frame
     parameter_names: tuple[str, ...]  # file attributes that become conditioning inputs
     given_frames: int  # PDEBench's initial_step
-    default_reduction: int  # PDEBench's reduced_resolution
-    default_reduction_t: int  # PDEBench's reduced_resolution_t
     pdebench_test_side: Literal["first", "last"]
+    generate: Callable[..., Path]  # (path, num_samples, parameter, resolution, seed[, num_times]): data without files
+    file_stem: str  # of generated and of published files
+    symmetries: str | None = None  # one of symmetries.GROUPS: images of a solution that are solutions too
+    priors: tuple[str, ...] = ()  # the physics terms of the loss that hold (rules.PHYSICS_TERMS)
     zero_walls: bool = False  # outputs are zero in the ghost cells, half a cell outside the domain
     static_keys: tuple[str, ...] = ()  # datasets stored without a time axis
     check: Callable[["Header", h5py.File], list[str]] | None = None  # what only the field values can tell
+    remote: tuple["RemoteFile", ...] = ()  # published files
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from upsnb.config import EvaluationConfig
 from upsnb.data.datasets import Dataset
-from upsnb.data.symmetries import invert_square, transform_square
+from upsnb.data.symmetries import GROUPS
 from upsnb.models.ups import UPS
 from upsnb.training import metrics, parallel
 from upsnb.training.parallel import Ranks
@@ -125,15 +125,11 @@ def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor,
 
 
 def predict(model: UPS, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
-    """One call, physical units; on request averaged over the eight symmetries of a square problem."""
-    name, dt = dataset.name, dataset.dt
-    if not (symmetry_average and dataset.family.name == "darcy2d"):
-        return model(name, inputs, parameters, dt)
-    total = 0
-    for element in range(8):
-        elements = np.full(len(inputs), element)
-        total = total + invert_square(model(name, transform_square(inputs, elements), parameters, dt), elements)
-    return total / 8
+    """One call, physical units; on request averaged over the equation's symmetries, where they are few."""
+    group = GROUPS.get(dataset.family.symmetries)
+    if symmetry_average and group is not None and group.average is not None:
+        return group.average(lambda x: model(dataset.name, x, parameters, dataset.dt), inputs)
+    return model(dataset.name, inputs, parameters, dataset.dt)
 
 
 def roll_out(model: UPS, dataset: Dataset, given, parameters, num_frames: int) -> Tensor:
