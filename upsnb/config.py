@@ -11,7 +11,7 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -144,6 +144,13 @@ class DiffusionConfig(Section):
 
     latent_dim: PositiveInt | None = None  # latent.dim, if given it must agree
     hidden_dim: PositiveInt = 256  # width of the denoiser
+
+
+class ModelConfig(Section):
+    """Which network is trained."""
+
+    build: str = "upsnb.models.ups:build"  # module:function of (config, specs) that returns a Surrogate
+    settings: dict[str, Any] = {}  # for that function; `latent` and `operator` are UPS's own
 
 
 class QuerySamplingConfig(Section):
@@ -301,6 +308,7 @@ class RunConfig(Section):
     """Everything a run depends on."""
 
     data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
     latent: LatentConfig = LatentConfig()
     operator: OperatorConfig = OperatorConfig()
     diffusion: DiffusionConfig = DiffusionConfig()

@@ -21,7 +21,8 @@ from upsnb.errors import ConfigError
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent")
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
-NAMED = ("data.datasets", "training.loss_warmup_steps", "training.loss_frequency")  # mappings with names as keys
+# mappings with names as keys
+NAMED = ("data.datasets", "model.settings", "training.loss_warmup_steps", "training.loss_frequency")
 
 
 def read(path: Path) -> dict:

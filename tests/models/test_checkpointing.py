@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from upsnb.config import PdetConfig
+from upsnb.models.surrogate import set_checkpointing
 from upsnb.models.transformer import Operator
 
 SHAPE = (3, 16, 32)
@@ -42,7 +43,7 @@ def on(**changes) -> PdetConfig:
 @pytest.mark.parametrize("every", [1, 2])
 def test_recomputing_changes_no_number_and_keeps_fewer_bytes(operator, parts, every):
     plain_bytes, plain_loss, plain_gradients = backward(operator)
-    operator.set_checkpointing(on(checkpoint_parts=parts, checkpoint_every=every))
+    set_checkpointing(operator.blocks, on(checkpoint_parts=parts, checkpoint_every=every))
     kept, loss, gradients = backward(operator)
     assert kept < plain_bytes
     assert torch.equal(loss, plain_loss)
@@ -51,7 +52,7 @@ def test_recomputing_changes_no_number_and_keeps_fewer_bytes(operator, parts, ev
 
 def test_more_recomputation_keeps_fewer_bytes(operator):
     def kept(**changes) -> int:
-        operator.set_checkpointing(on(**changes))
+        set_checkpointing(operator.blocks, on(**changes))
         return backward(operator)[0]
 
     assert kept() < kept(checkpoint_every=2) < kept(checkpoint_every=4)
@@ -61,6 +62,6 @@ def test_more_recomputation_keeps_fewer_bytes(operator):
 
 def test_switched_off_it_leaves_nothing_behind(operator):
     before = backward(operator)[0]
-    operator.set_checkpointing(on())
-    operator.set_checkpointing(PdetConfig())
+    set_checkpointing(operator.blocks, on())
+    set_checkpointing(operator.blocks, PdetConfig())
     assert backward(operator)[0] == before

@@ -54,7 +54,7 @@ def test_evaluation_runs_where_the_training_kernel_cannot():
 def test_an_operator_changes_all_its_blocks_and_no_name(make_spec, make_model):
     model = make_model([make_spec()])
     names = list(model.state_dict())
-    model.operator.set_attention("math")
+    model.set_attention(operator.blocks, "math")
     assert {block.attention.backend for block in model.operator.blocks} == {"math"}
     assert list(model.state_dict()) == names
 

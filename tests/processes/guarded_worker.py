@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from upsnb.training.losses import LossModule
+from upsnb.training.losses import UPSObjective
 from upsnb.worker import __main__ as worker
 from upsnb.worker import guards, loop
 
@@ -28,7 +28,7 @@ def checksum(tensors) -> str:
     return digest.hexdigest()
 
 
-def forward(self, batch, weights, amp_dtype, real=LossModule.forward):
+def forward(self, batch, weights, amp_dtype, real=UPSObjective.forward):
     total, terms = real(self, batch, weights, amp_dtype)
     if IS_FAULTY and step >= FULL_MEMORY_UNTIL and len(batch.inputs) > MOST_PAIRS:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -65,5 +65,5 @@ if __name__ == "__main__":
     import torch._inductor.compile_fx as inductor
 
     inductor.compile_fx = compile_fx
-    LossModule.forward, guards.Guards.after_step, loop.Loop.finish = forward, after_step, finish
+    UPSObjective.forward, guards.Guards.after_step, loop.Loop.finish = forward, after_step, finish
     worker.main(Path(sys.argv[1]))

@@ -82,9 +82,9 @@ def test_switched_off_nothing_compiled_runs_and_switched_on_nothing_is_compiled_
     change(setup, **{"training.compile": False})
     with torch.compiler.set_stance("fail_on_recompile"):
         turn(setup)
-    assert not any(part._compiled_call_impl for part in compiling.compiled_parts(setup.model))
+    assert not any(part._compiled_call_impl for part in setup.model.compiled())
     change(setup, **{"training.compile": True})
-    assert all(part._compiled_call_impl for part in compiling.compiled_parts(setup.model))
+    assert all(part._compiled_call_impl for part in setup.model.compiled())
     turn(setup)
     assert not counter.read() and torch._dynamo.utils.counters["frames"] == frames
 

@@ -12,7 +12,14 @@ from upsnb.data.generate import draw_permeability, solve_darcy
 from upsnb.models.geometry import grid_points
 from upsnb.rules import LOSS_TERMS
 from upsnb.training import losses, metrics
-from upsnb.training.losses import LossModule, active_terms, relative_error, spectral_error, wall_points
+from upsnb.training.losses import (
+    FieldObjective,
+    UPSObjective,
+    active_terms,
+    relative_error,
+    spectral_error,
+    wall_points,
+)
 
 PREDICTING = {"encoders", "conditions", "operator", "decoders"}
 # term: (dataset, modules with a gradient from it alone); the rest must have exactly none
@@ -43,11 +50,13 @@ def specs(make_spec):
 def make_loss(make_model, specs):
     """`make_loss(relative=1.0, noise=0.1)`: a loss module of exactly these terms, and its model."""
 
-    def make(mode="reencode", **settings) -> LossModule:
+    def make(mode="reencode", **settings) -> UPSObjective:
         weights = dict.fromkeys((f"lambda_{term}" for term in LOSS_TERMS), 0.0)
         weights |= {f"lambda_{key}" if key in LOSS_TERMS else key: value for key, value in settings.items()}
         model = make_model(specs.values(), inverse=True, rollout=mode)
-        return LossModule(model, TrainingConfig(**weights), torch.Generator().manual_seed(1))
+        objective = UPSObjective(model, TrainingConfig(**weights))
+        objective.generator = torch.Generator().manual_seed(1)
+        return objective
 
     return make
 
@@ -102,7 +111,7 @@ def test_in_latent_rollout_predictions_train_the_head_that_makes_them(make_loss,
 def test_sampled_queries_train_every_decoder(make_model, specs, decoder):
     model = make_model(specs.values(), decoder=decoder)
     config = TrainingConfig(query_sampling=QuerySamplingConfig(num_queries=9, jitter=0.5))
-    total, _ = LossModule(model, config, torch.Generator())(make_batch(specs["darcy"]), {"relative": 1.0}, None)
+    total, _ = UPSObjective(model, config)(make_batch(specs["darcy"]), {"relative": 1.0}, None)
     total.backward()
     assert all(p.grad is not None and p.grad.norm() > 0 for p in model.decoders["darcy"].parameters())
 
@@ -324,7 +333,7 @@ def test_noise_is_on_inputs_in_training_only(make_loss, specs):
 def queries(num_queries, jitter=0.0, seed=5, grid=(16, 16)):
     config = TrainingConfig(query_sampling=QuerySamplingConfig(num_queries=num_queries, jitter=jitter))
     batch = types.SimpleNamespace(inputs=torch.zeros(2, 1, 1, *grid), seed=seed)
-    return LossModule._query_points(types.SimpleNamespace(config=config), batch, None)
+    return FieldObjective._query_points(types.SimpleNamespace(config=config), batch, None)
 
 
 def test_queries_are_distinct_grid_points():

@@ -96,8 +96,9 @@ def test_the_end_is_the_minimal_rate_and_beyond_it_nothing_moves():
         assert learning_rate_factor(config, 1.0) == learning_rate_factor(config, 1.7) == pytest.approx(0.1)
 
 
-def test_onecycle_rises_for_three_tenths():
-    found = curve(name="onecycle")
+def test_onecycle_rises_for_as_long_as_it_is_told():
+    assert curve(name="onecycle", warmup_fraction=0.02)[20] == pytest.approx(1.0)
+    found = curve(name="onecycle", warmup_fraction=0.3)
     assert found.index(max(found)) == 300 and found[300] == pytest.approx(1.0) and found[-1] < 1e-9
     assert found[150] == pytest.approx(0.5)
 

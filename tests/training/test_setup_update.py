@@ -175,11 +175,11 @@ def test_loss_frequency_computes_a_quarter_of_the_inverse_losses_at_half_the_poi
         inverse, points = [], []
         for decoder in setup.model.inverse_decoders.values():
             decoder.register_forward_hook(lambda *_: inverse.append(1))
-        sample = setup._loss_module._query_points
-        setup._loss_module._query_points = lambda *given: points.append(sample(*given)) or points[-1]
+        sample = setup.objective._query_points
+        setup.objective._query_points = lambda *given: points.append(sample(*given)) or points[-1]
         epoch = setup.loader.epoch(0)
         setup.step([next(epoch) for _ in range(8)], 0, 0)
-        setup._loss_module._query_points = sample
+        setup.objective._query_points = sample
         for decoder in setup.model.inverse_decoders.values():
             decoder._forward_hooks.clear()
         return len(inverse), sum(len(chosen) for chosen in points)

@@ -14,7 +14,7 @@ from upsnb.config import GuardsConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.runs import handle, postmortem, recovery, runfolder
 from upsnb.runs.supervisor import Supervisor
-from upsnb.training.losses import LossModule
+from upsnb.training.losses import UPSObjective
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
 from upsnb.worker import flips, guard_policies, guards
@@ -49,14 +49,14 @@ def spoil(monkeypatch):
     """`spoil(what)`: let `what(call number, total loss)` replace or refuse every loss, from 1 on."""
 
     def install(what):
-        real, calls = LossModule.forward, []
+        real, calls = UPSObjective.forward, []
 
         def forward(self, batch, weights, amp_dtype):
             total, terms = real(self, batch, weights, amp_dtype)
             calls.append(len(batch.inputs))
             return what(len(calls), total), terms
 
-        monkeypatch.setattr(LossModule, "forward", forward)
+        monkeypatch.setattr(UPSObjective, "forward", forward)
         return calls
 
     return install
@@ -143,7 +143,7 @@ def test_a_lone_bad_step_ends_nothing(tiny_config, train_here, tmp_path, spoil):
 def test_stopping_names_step_term_and_advice_and_keeps_the_last_good_checkpoint(
     tiny_config, train_here, tmp_path, monkeypatch, overlay, said
 ):
-    real = LossModule.forward
+    real = UPSObjective.forward
 
     def forward(self, batch, weights, amp_dtype):
         total, terms = real(self, batch, weights, amp_dtype)
@@ -152,7 +152,7 @@ def test_stopping_names_step_term_and_advice_and_keeps_the_last_good_checkpoint(
         return total * factor, {term: value * factor for term, value in terms.items()}
 
     forward.calls = 0
-    monkeypatch.setattr(LossModule, "forward", forward)
+    monkeypatch.setattr(UPSObjective, "forward", forward)
     with pytest.raises(RunError, match="step 5: .*relative") as caught:
         train_here(tiny_config(**overlay, **{"checkpoint.interval": 2}), tmp_path / "run")
     assert said in str(caught.value) and "optimizer.lr" in str(caught.value)
@@ -203,7 +203,7 @@ def little_memory(monkeypatch):
     """`little_memory(4)`: microbatches of more than 4 pairs run out of memory, in the backward pass; seen pairs."""
 
     def install(most):
-        real, seen = LossModule.forward, []
+        real, seen = UPSObjective.forward, []
 
         def forward(self, batch, weights, amp_dtype):
             total, terms = real(self, batch, weights, amp_dtype)
@@ -215,7 +215,7 @@ def little_memory(monkeypatch):
         def exhaust():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-        monkeypatch.setattr(LossModule, "forward", forward)
+        monkeypatch.setattr(UPSObjective, "forward", forward)
         return seen
 
     return install

@@ -22,10 +22,9 @@ from upsnb.data.batches import Batch, residency
 from upsnb.data.datasets import outlines
 from upsnb.memory.ledger import BACKWARD, OPTIMIZER, Account, Ledger
 from upsnb.runs import runfolder
-from upsnb.training import optimizers
-from upsnb.training.losses import LossModule
+from upsnb.training import optimizers, stages
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, build_model, build_optimizers
+from upsnb.training.setup import Setup, build_optimizers
 
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 CUDA_GRANULARITY = 512  # bytes; CUDA's allocator rounds every request up to it
@@ -62,20 +61,21 @@ class Rehearsal:
         self.outlines = outlines(config, root)
         training = config.training
         with device:  # fake tensors cannot be moved in place
-            model = build_model(config, self.outlines)
-        generator = torch.Generator(device).manual_seed(training.seed)
+            objective = stages.build(config, self.outlines)
+        objective.generator = generator = torch.Generator(device).manual_seed(training.seed)
+        model = objective.model
         self.setup = Setup(
             config=config,
             ranks=Ranks(device=device),
             datasets=self.outlines,
             loader=None,
             model=model,
-            loss=LossModule(model, training, generator),
+            loss=objective,
             optimizers=build_optimizers(model, config),
             # float16's scaler holds two numbers; and a step that it skips, as it may the first, would make no state
             scaler=torch.amp.GradScaler(device.type, enabled=False),
             ema=optimizers.Ema(model, training.ema_decay) if training.ema_decay else None,
-            plateau=optimizers.Plateau(config.stages.operator.scheduler),
+            plateau=optimizers.Plateau(stages.settings(config, stages.OPERATOR).scheduler),
             generator=generator,
         )
         self.resident: list[Tensor] = []
@@ -219,8 +219,8 @@ class Predictor:
 
     def _gathered_bytes(self) -> int:
         """In float32: the block at work, the one gathered ahead, and gradients on their way to other ranks."""
-        blocks = self._rehearsal.setup.model.operator.blocks
-        return 3 * max(sum(parameter.nbytes for parameter in block.parameters()) for block in blocks)
+        blocks = self._rehearsal.setup.model.blocks()
+        return 3 * max((sum(parameter.nbytes for parameter in block.parameters()) for block in blocks), default=0)
 
     def _notes(self) -> tuple[str, ...]:
         training, notes = self.config.training, []

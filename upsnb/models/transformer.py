@@ -139,7 +139,7 @@ class Block(nn.Module):
         self.modulation_offset = nn.Parameter(torch.zeros(NUM_MODULATIONS, dim))
         # A tensor: the compiler makes a graph of its own for each plain number, and stops at 8 blocks.
         self.drops = drop_path > 0
-        self.recompute_attention = self.recompute_mlp = False  # set_checkpointing
+        self.recompute_attention = self.recompute_mlp = False
         self.register_buffer("drop_path", torch.tensor(float(drop_path)), persistent=False)
         for output in (self.attention.output, self.mlp.down):  # a new block is the identity
             nn.init.zeros_(output.weight)
@@ -150,6 +150,10 @@ class Block(nn.Module):
         scale_a, shift_a, scale_m, shift_m = (modulation_BMD + self.modulation_offset).unsqueeze(2).unbind(1)
         x_BLD = x_BLD + self._thin(self._run(self._attend, self.recompute_attention, x_BLD, scale_a, shift_a, table))
         return x_BLD + self._thin(self._run(self._feed, self.recompute_mlp, x_BLD, scale_m, shift_m))
+
+    def recompute(self, parts: str | None) -> None:
+        """Choose what is computed again in backward: all, attention or mlp; None keeps every activation."""
+        self.recompute_attention, self.recompute_mlp = parts in ("all", "attention"), parts in ("all", "mlp")
 
     def _attend(self, x_BLD: Tensor, scale: Tensor, shift: Tensor, table) -> Tensor:
         return self.attention(self.attention_norm(x_BLD) * (1 + scale) + shift, table)
@@ -186,21 +190,8 @@ class Operator(nn.Module):
         self.blocks = nn.ModuleList(
             Block(dim, config.num_heads, config.mlp_ratio, config.qk_norm, rate, config.attention) for rate in rates
         )
-        self.set_checkpointing(config)
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, latent_dim)
-
-    def set_checkpointing(self, config: PdetConfig) -> None:
-        """Choose which parts of which blocks are computed again in backward; may be called between any two steps."""
-        for number, block in enumerate(self.blocks):
-            on = config.use_activation_checkpoint and number % config.checkpoint_every == 0
-            block.recompute_attention = on and config.checkpoint_parts in ("all", "attention")
-            block.recompute_mlp = on and config.checkpoint_parts in ("all", "mlp")
-
-    def set_attention(self, backend: str) -> None:
-        """Choose the attention kernel of training steps; parameters and results stay, rounding may not."""
-        for block in self.blocks:
-            block.attention.backend = backend
 
     def forward(self, z_BLD: Tensor, condition_BD: Tensor, table) -> Tensor:
         """(B, L, D_latent) -> (B, L, D_latent)."""

@@ -17,8 +17,8 @@ from upsnb import overlays
 from upsnb.config import RunConfig, TrainingConfig
 from upsnb.data.batches import Batch
 from upsnb.data.datasets import Dataset
-from upsnb.training.losses import LossModule, active_terms
-from upsnb.training.setup import build_model
+from upsnb.training import stages
+from upsnb.training.losses import active_terms
 from upsnb.training.timing import elapsed_ms, mark
 
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
@@ -44,7 +44,8 @@ def flops_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dic
     plain, counts = overlays.apply(config, PLAIN), {}
     training, calls = plain.training, 2 if plain.training.lambda_rollout > 0 else 1
     with FakeTensorMode():
-        loss = LossModule(build_model(plain, datasets), training, torch.Generator())
+        loss = stages.build(plain, datasets)
+        loss.generator = torch.Generator()
         for name, dataset in datasets.items():
             spec, found = dataset.spec, {}
             inputs = (training.batch_size, spec.input_frames, spec.input_channels, *spec.grid_shape)

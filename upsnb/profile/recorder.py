@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from upsnb import hardware, spans
-from upsnb.models.ups import UPS, count_parameters
+from upsnb.models.surrogate import Surrogate, count_parameters
 from upsnb.profile import flops as counting
 from upsnb.profile import trace
 from upsnb.runs import runfolder
@@ -205,11 +205,11 @@ def profile_name(rank: int) -> str:
     return f"profile.rank{rank}.json"
 
 
-def parameters_by_part(model: UPS) -> dict:
-    """Trained parameters of the operator, and of what each dataset has of its own."""
-    own = (model.encoders, model.conditions, model.decoders, model.inverse_decoders)
-    codecs = {name: sum(count_parameters(parts[name]) for parts in own if name in parts) for name in model.specs}
-    return {"operator": count_parameters(model.operator), "codecs": codecs}
+def parameters_by_part(model: Surrogate) -> dict:
+    """Trained parameters that all datasets share, and those that each has of its own."""
+    parts = model.parts()
+    codecs = {name: sum(map(count_parameters, parts.get(name, ()))) for name in model.specs}
+    return {"operator": count_parameters(model) - sum(codecs.values()), "codecs": codecs}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

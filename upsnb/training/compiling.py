@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+
+from upsnb.models.surrogate import Surrogate
 
 BACKEND = "inductor"
 # Per block kind: datasets times what was flipped so far. torch stops at 8 and goes on eagerly, which is no choice here.
@@ -16,21 +17,15 @@ MOST_GRAPHS = 64
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
-def compiled_parts(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a UPS: the operator's blocks and every dataset's encoder and decoders."""
-    codecs = (model.encoders, model.decoders, model.inverse_decoders)
-    return [*model.operator.blocks, *(part for parts in codecs for part in parts.values())]
-
-
-def set_compile(model: nn.Module, mode: str | None) -> None:
-    """Compile the repeated parts in place, so that no parameter changes its name (`block.compile()`); None: undo.
+def set_compile(model: Surrogate, mode: str | None) -> None:
+    """Compile what the model names in place, so that no parameter changes its name (`block.compile()`); None: undo.
 
     Shapes are static per dataset: one graph per dataset and kind of part, shared by all blocks. What was compiled
     before is found again, not compiled again, because torch keeps graphs with the code and not with the module.
     `torch.compiler.set_stance("force_eager")` would switch off too, but for the whole process: the attention kernel of
     FlexAttention, which is compiled on its own, would go with it.
     """
-    for module in compiled_parts(model):
+    for module in model.compiled():
         if mode is None:
             module._compiled_call_impl = None  # where Module.compile puts it; there is no public way back
         else:

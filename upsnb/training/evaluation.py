@@ -16,16 +16,16 @@ from torch import Tensor
 from upsnb.config import EvaluationConfig
 from upsnb.data.datasets import Dataset
 from upsnb.data.symmetries import GROUPS
-from upsnb.models.ups import UPS
-from upsnb.training import metrics, parallel
+from upsnb.models.surrogate import Surrogate
+from upsnb.training import metrics, parallel, stages
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, build_model
+from upsnb.training.setup import Setup
 
 FORMAT = 1
 
 
 @contextmanager
-def evaluation_model(setup: Setup) -> Iterator[UPS]:
+def evaluation_model(setup: Setup) -> Iterator[Surrogate]:
     """The model as it is evaluated: averaged weights where they are kept, whole on every rank; all ranks enter.
 
     Sharded weights are gathered once, in float32, into a model of this rank's own: 0.09 GB for the 21.4 M parameters of
@@ -38,7 +38,7 @@ def evaluation_model(setup: Setup) -> Iterator[UPS]:
         if not setup.config.training.use_fsdp2:
             yield setup.model
             return
-        model = build_model(setup.config, setup.datasets).to(setup.ranks.device)
+        model = stages.build(setup.config, setup.datasets, setup.stage).model.to(setup.ranks.device)
         model.load_state_dict(parallel.gather_full(setup.model.state_dict()))
         yield model.eval()
     finally:
@@ -48,7 +48,7 @@ def evaluation_model(setup: Setup) -> Iterator[UPS]:
 
 @torch.no_grad()
 def evaluate(
-    model: UPS,
+    model: Surrogate,
     datasets: dict[str, Dataset],
     split: str,
     config: EvaluationConfig,
@@ -124,7 +124,7 @@ def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor,
     return tuple(torch.as_tensor(x).to(device) for x in (inputs, targets, parameters))
 
 
-def predict(model: UPS, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
+def predict(model: Surrogate, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
     """One call, physical units; on request averaged over the equation's symmetries, where they are few."""
     group = GROUPS.get(dataset.family.symmetries)
     if symmetry_average and group is not None and group.average is not None:
@@ -132,7 +132,7 @@ def predict(model: UPS, dataset: Dataset, inputs, parameters, symmetry_average=F
     return model(dataset.name, inputs, parameters, dataset.dt)
 
 
-def roll_out(model: UPS, dataset: Dataset, given, parameters, num_frames: int) -> Tensor:
+def roll_out(model: Surrogate, dataset: Dataset, given, parameters, num_frames: int) -> Tensor:
     """Self-fed forecast of `num_frames` frames, physical units."""
     return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames)
 
@@ -176,7 +176,7 @@ def _quartiles(statistics: dict[str, Tensor]) -> list[list[float]]:
 @torch.no_grad()
 def save_examples(
     path: Path,
-    model: UPS,
+    model: Surrogate,
     datasets: dict[str, Dataset],
     results: dict[str, dict],
     config: EvaluationConfig,

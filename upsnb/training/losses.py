@@ -1,4 +1,4 @@
-"""The loss terms and the module whose forward computes them: the unit that is compiled, wrapped and differentiated.
+"""Objectives: a surrogate and the loss terms it is trained by; what is replicated, sharded and differentiated.
 
 Every term reaches the parameters it is for (tests/test_losses.py measures each alone). Terms are dimensionless: errors
 relative to the target, or in units of the training split's standard deviation.
@@ -6,14 +6,19 @@ relative to the target, or in units of the training split's standard deviation.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
 from upsnb.config import TrainingConfig
 from upsnb.data.batches import Batch
+from upsnb.data.families import FAMILIES
+from upsnb.data.spec import DatasetSpec
 from upsnb.models.geometry import grid_points, sample_at
+from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
-from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS
+from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS, TIME_TERMS
 from upsnb.spans import FORWARD, INVERSE, span
 
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
@@ -39,28 +44,6 @@ def active_terms(config: TrainingConfig, step: int, microbatch: int) -> dict[str
         if weight > 0 and microbatch % every == 0:
             weights[term] = weight * every
     return weights
-
-
-def untouched_parts(model: UPS, computed: set[tuple[str, str]]) -> list[nn.Module]:
-    """Parts of the model that no loss of a step reaches.
-
-    Args:
-        computed: (dataset, loss term) of all microbatches of the step.
-    """
-    encoded = {name for name, _ in computed}
-    advanced = {name for name, term in computed if term not in WITHOUT_OPERATOR}
-    decoded = {name for name, term in computed if term not in WITHOUT_DECODER}
-    inverted = {name for name, term in computed if term == "inv_enc"}
-    latent = {name for name, spec in model.specs.items() if model.latent_rollout and spec.time_dependent}
-    untouched: list[nn.Module] = [] if advanced else [model.operator]
-    for parts, touched in (
-        (model.encoders, encoded),
-        (model.conditions, advanced),
-        (model.decoders, decoded - latent),
-        (model.inverse_decoders, inverted | (decoded & latent)),
-    ):
-        untouched += [part for name, part in parts.items() if name not in touched]
-    return untouched
 
 
 def relative_error(prediction: Tensor, target: Tensor) -> Tensor:
@@ -115,75 +98,134 @@ def wall_points(grid_shape: tuple[int, ...], device) -> Tensor:
     return torch.cat(sides)
 
 
-class LossModule(nn.Module):
-    """Weighted sum of the active loss terms of one microbatch.
+def acts(term: str, spec: DatasetSpec) -> bool:
+    """Whether a loss term says anything about a dataset: there is a time, or its family has this prior."""
+    if term in PHYSICS_TERMS:
+        return term in FAMILIES[spec.family].priors
+    return spec.time_dependent or term not in TIME_TERMS
 
-    Args of `forward`:
-        batch: physical fields on the device.
-        weights: from `active_terms`.
-        amp_dtype: autocast dtype of the networks, None for float32. Losses and FFTs are float32 always.
-    Returns:
-        total loss (scalar), {term: value} detached and unweighted.
+
+class Objective(nn.Module, ABC):
+    """A surrogate with its loss: the weighted sum of the active terms of one microbatch.
+
+    Subclasses write `terms`, and name in TERMS those of `rules.LOSS_TERMS` that they know. Autocast, weighting and sum
+    are final.
     """
 
-    def __init__(
-        self,
-        model: UPS,
-        config: TrainingConfig,
-        generator: torch.Generator,
-        touch_all: bool = False,
-        touch_any: bool = False,
-    ):
+    TERMS: tuple[str, ...] = ()
+
+    def __init__(self, model: Surrogate, config: TrainingConfig):
         super().__init__()
-        self.model, self.config, self.generator = model, config, generator
+        self.model, self.config = model, config
+        self.generator: torch.Generator | None = None  # of input noise, each rank's own
         # DDP waits for the gradient of every parameter, and a microbatch of one dataset uses one codec.
-        self.touch_all = touch_all
+        self.touch_all = False
         # FSDP2 averages what earlier microbatches left in the backward of a later one, so there has to be one.
-        self.touch_any = touch_any
+        self.touch_any = False
+
+    @abstractmethod
+    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
+        """The terms of `weights` that act on this microbatch, each a scalar of unit weight.
+
+        Networks run in the autocast dtype that stands around the call; losses and FFTs are to be float32.
+        """
+
+    @abstractmethod
+    def idle(self, batch: Batch) -> Tensor:
+        """Any scalar that the model computes, for microbatches that no term acts on."""
+
+    def unreached(self, computed: set[tuple[str, str]]) -> list[nn.Module]:
+        """Modules that no loss of some microbatches reaches.
+
+        Args:
+            computed: (dataset, loss term) of all of them.
+        """
+        names = {name for name, _ in computed}
+        if not names:
+            return [self.model]
+        return [part for name, parts in self.model.parts().items() if name not in names for part in parts]
 
     def forward(self, batch: Batch, weights: dict[str, float], amp_dtype: torch.dtype | None):
+        """
+        Args:
+            batch: physical fields on the device.
+            weights: from `active_terms`.
+            amp_dtype: autocast dtype of the networks, None for float32.
+        Returns:
+            total loss (scalar), {term: value} detached and unweighted.
+        """
+        device = next(self.model.parameters()).device
+        with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
+            terms = self.terms(batch, weights)
+        # a tensor even where no term acts on this dataset in this microbatch
+        total = sum((weights[term] * value for term, value in terms.items()), torch.zeros((), device=device))
+        if self.touch_all:
+            unreached = self.unreached({(batch.dataset, term) for term in terms})
+            total = total + 0.0 * sum(p.sum() for module in unreached for p in module.parameters())
+        if self.touch_any and not total.requires_grad:
+            total = total + 0.0 * self.idle(batch)
+        return total, {term: value.detach() for term, value in terms.items()}
+
+
+class Forecast:
+    """One call of a surrogate in normalised units, evaluated wherever it is asked for."""
+
+    def __init__(self, model: Surrogate, name: str, x: Tensor, parameters: Tensor, relative_dt: Tensor):
+        self.model, self.name, self.x, self.condition = model, name, x, (parameters, relative_dt)
+
+    def at(self, points: Tensor | None = None) -> Tensor:
+        """(B, T, C, *grid), or (B, T, C, Q) at points."""
+        return self.model.predict(self.name, self.x, *self.condition, points)
+
+    def next(self, x: Tensor) -> Forecast:
+        """The call after it, from these input frames."""
+        return Forecast(self.model, self.name, x, *self.condition)
+
+
+class FieldObjective(Objective):
+    """Errors of predicted fields, their physics, and of a second, self-fed call: for any surrogate."""
+
+    TERMS = ("relative", "field", "spectral", "rollout", "boundary", "conservation", "positivity")
+    ON_GRID = frozenset({"spectral", "rollout", "inv_dec", "conservation"})  # not at sampled points alone
+    forecast = Forecast
+
+    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
         name, model = batch.dataset, self.model
         spec = model.specs[name]
+        active = {term for term in weights if acts(term, spec)}
         x = model.normalise(name, batch.inputs)
         if self.config.noise > 0 and self.training:
             x = x + self.config.noise * torch.randn(x.shape, generator=self.generator, device=x.device)
-        frames = spec.output_frames
-        target = model.normalise(name, batch.targets[:, :frames], "output")
-        dt = model.relative_dt(name, x, spec.dt)
-        points = self._query_points(batch, spec)
-        on_grid = weights.keys() & {"spectral", "rollout", "inv_dec", "conservation"}
-        whole_grid = points is None or bool(on_grid)
+        target = model.normalise(name, batch.targets[:, : spec.output_frames], "output")
+        condition = model.normalise_parameters(name, batch.parameters), model.relative_dt(name, x, spec.dt)
+        forecast = self.forecast(model, name, x, *condition)
+        points, on_grid = self._query_points(batch, spec), active & self.ON_GRID
 
-        with torch.autocast(x.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-            z = model.encode(name, x)
-            advanced = model.advance(name, z, batch.parameters, dt)
-            with span(INVERSE if points is not None and on_grid == {"inv_dec"} else FORWARD):  # who asks for it
-                grid_y = model.reconstruct_or_decode(name, advanced, x) if whole_grid else None
-            point_y = None if points is None else model.reconstruct_or_decode(name, advanced, x, points)
-            extra = self._latent_terms(name, weights, x, z, advanced, target, grid_y)
-            if "rollout" in weights and spec.time_dependent:
-                extra["rollout"] = self._second_call(batch, x, grid_y, advanced, dt)
-
+        with span(INVERSE if points is not None and on_grid == {"inv_dec"} else FORWARD):  # who asks for it
+            grid_y = forecast.at() if points is None or on_grid else None
+        point_y = None if points is None else forecast.at(points)
+        terms = self._latent_terms(forecast, active, target, grid_y)
+        if "rollout" in active:
+            terms["rollout"] = self._second_call(batch, forecast, grid_y)
         y, y_target = (grid_y, target) if points is None else (point_y, sample_at(target, points, spec.periodic))
-        terms = {**extra, **self._field_terms(name, weights, y.float(), y_target)}
+        terms |= self._field_terms(name, active, y.float(), y_target)
         if grid_y is not None:
-            terms |= self._grid_terms(name, weights, x, grid_y.float(), target)
-        if "boundary" in weights and spec.family in PHYSICS_TERMS["boundary"]:
-            with torch.autocast(x.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-                walls = wall_points(tuple(x.shape[3:]), x.device)
-                at_walls = model.reconstruct_or_decode(name, advanced, x, walls)
-            # zero pressure on the walls, in units of the pressure's spread
-            mean, std = (model.constant(name, f"output_{key}").reshape(-1, 1) for key in ("mean", "std"))
-            terms["boundary"] = (at_walls.float() + mean / std).square().mean()
-        # a tensor even where no term acts on this dataset in this microbatch
-        total = sum((weights[term] * value for term, value in terms.items()), x.new_zeros(()))
-        if self.touch_all:
-            modules = [model.encoders, model.decoders, model.inverse_decoders, model.conditions]
-            modules += [] if terms.keys() - WITHOUT_OPERATOR else [model.operator]
-            total = total + 0.0 * sum(p.sum() for module in modules for p in module.parameters())
-        if self.touch_any and not total.requires_grad:
-            total = total + 0.0 * z.float().sum()
-        return total, {term: value.detach() for term, value in terms.items()}
+            terms |= self._grid_terms(name, active, x, grid_y.float(), target)
+        if "boundary" in active:
+            # zero outside, in units of the field's own spread
+            at_walls = forecast.at(wall_points(tuple(x.shape[3:]), x.device)).float()
+            terms["boundary"] = (at_walls - model.normalised_zero(name, 1)).square().mean()
+        return terms
+
+    def idle(self, batch: Batch) -> Tensor:
+        spec = self.model.specs[batch.dataset]
+        return self.model(batch.dataset, batch.inputs, batch.parameters, spec.dt).sum()
+
+    def _latent_terms(
+        self, forecast: Forecast, active: set, target: Tensor, grid_y: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Terms of what the model computes on its way; a model without any has none."""
+        return {}
 
     def _query_points(self, batch: Batch, spec) -> Tensor | None:
         """This microbatch's random query points (Q, S), the same on all ranks; None for the whole grid."""
@@ -200,62 +242,97 @@ class LossModule(nn.Module):
             points = points + (torch.rand(points.shape, generator=draws) - 0.5) * sampling.jitter / sizes
         return points.to(batch.inputs.device, non_blocking=True)
 
-    def _field_terms(self, name: str, weights, y: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def _field_terms(self, name: str, active: set, y: Tensor, target: Tensor) -> dict[str, Tensor]:
         terms = {}
-        if "relative" in weights:  # in physical units: the mean belongs to the norm
-            shift = self.model.constant(name, "output_mean") / self.model.constant(name, "output_std")
-            shift = shift.reshape(1, 1, -1, *(1,) * (y.dim() - 3))
-            terms["relative"] = relative_error(y + shift, target + shift)
-        if "field" in weights:
+        if "relative" in active:  # in physical units: the mean belongs to the norm
+            zero = self.model.normalised_zero(name, y.dim() - 3)
+            terms["relative"] = relative_error(y - zero, target - zero)
+        if "field" in active:
             terms["field"] = (y - target).square().mean()
+        if "positivity" in active:
+            terms["positivity"] = torch.relu(self.model.normalised_zero(name, y.dim() - 3) - y).square().mean()
         return terms
 
-    def _grid_terms(self, name: str, weights, x: Tensor, y: Tensor, target: Tensor) -> dict[str, Tensor]:
-        spec, terms = self.model.specs[name], {}
-        space = tuple(range(3, y.dim()))
-        if "spectral" in weights:
-            terms["spectral"] = spectral_error(y, target, spec.num_dims)
-        if "conservation" in weights and spec.family in PHYSICS_TERMS["conservation"]:
+    def _grid_terms(self, name: str, active: set, x: Tensor, y: Tensor, target: Tensor) -> dict[str, Tensor]:
+        terms, space = {}, tuple(range(3, y.dim()))
+        if "spectral" in active:
+            terms["spectral"] = spectral_error(y, target, len(space))
+        if "conservation" in active:
             terms["conservation"] = (y.mean(space) - x[:, -1:].mean(space)).square().mean()
-        if "positivity" in weights and spec.family in PHYSICS_TERMS["positivity"]:
-            shift = self.model.constant(name, "output_mean") / self.model.constant(name, "output_std")
-            terms["positivity"] = torch.relu(-(y + shift)).square().mean()
         return terms
 
-    def _latent_terms(self, name, weights, x, z, advanced, target, grid_y) -> dict[str, Tensor]:
-        model, terms = self.model, {}
+    def _second_call(self, batch: Batch, forecast: Forecast, y: Tensor) -> Tensor:
+        """Relative error of the next forecast, fed by the first one's output."""
+        name, model = batch.dataset, self.model
         spec = model.specs[name]
-        if "forward" in weights and spec.time_dependent:
+        again = forecast.next(torch.cat((forecast.x, y.float()), dim=1)[:, -spec.input_frames :]).at()
+        return relative_error(
+            model.denormalise(name, again.float()), batch.targets[:, spec.output_frames : 2 * spec.output_frames]
+        )
+
+
+class LatentForecast(Forecast):
+    """The same with UPS's tokens in sight: encoded, and advanced by one call."""
+
+    def __init__(self, model: UPS, name: str, x: Tensor, *condition: Tensor, z: Tensor | None = None):
+        super().__init__(model, name, x, *condition)
+        self.z = model.encode(name, x) if z is None else z
+        self.advanced = model.advance(name, self.z, *condition)
+
+    def at(self, points: Tensor | None = None) -> Tensor:
+        return self.model.reconstruct_or_decode(self.name, self.advanced, self.x, points)
+
+    def next(self, x: Tensor) -> LatentForecast:
+        z = self.advanced if self.model.latent_rollout else None
+        return LatentForecast(self.model, self.name, x, *self.condition, z=z)
+
+
+class UPSObjective(FieldObjective):
+    """The errors of fields, and the latent terms that only UPS has."""
+
+    TERMS = LOSS_TERMS
+    forecast = LatentForecast
+
+    def unreached(self, computed: set[tuple[str, str]]) -> list[nn.Module]:
+        model = self.model
+        encoded = {name for name, _ in computed}
+        advanced = {name for name, term in computed if term not in WITHOUT_OPERATOR}
+        decoded = {name for name, term in computed if term not in WITHOUT_DECODER}
+        inverted = {name for name, term in computed if term == "inv_enc"}
+        latent = {name for name, spec in model.specs.items() if model.latent_rollout and spec.time_dependent}
+        unreached: list[nn.Module] = [] if advanced else [model.operator]
+        for parts, reached in (
+            (model.encoders, encoded),
+            (model.conditions, advanced),
+            (model.decoders, decoded - latent),
+            (model.inverse_decoders, inverted | (decoded & latent)),
+        ):
+            unreached += [part for name, part in parts.items() if name not in reached]
+        return unreached
+
+    def _latent_terms(self, forecast: LatentForecast, active: set, target: Tensor, grid_y) -> dict[str, Tensor]:
+        model, terms, name, x = self.model, {}, forecast.name, forecast.x
+        z, advanced = forecast.z, forecast.advanced
+        if "forward" in active:
             with torch.no_grad():
                 future = model.encode(name, target)
             terms["forward"] = latent_error(advanced, future)
-        if "inv_enc" in weights:
+        if "inv_enc" in active:
             with span(INVERSE):
                 again = model.reconstruct(name, z, tuple(x.shape[3:]))
-                shift = model.constant(name, "input_mean") / model.constant(name, "input_std")
-                terms["inv_enc"] = relative_error(again.float() + shift, x + shift)
-        if "inv_dec" in weights and spec.time_dependent:
+                zero = model.normalised_zero(name, x.dim() - 3, "input")
+                terms["inv_enc"] = relative_error(again.float() - zero, x - zero)
+        if "inv_dec" in active:
             with span(INVERSE):
                 terms["inv_dec"] = latent_error(model.encode(name, grid_y), advanced)
-        if "latent_norm" in weights:
+        if "latent_norm" in active:
             terms["latent_norm"] = sum(
-                (part.float().square().mean((1, 2)) - 1).square().mean() for part in (z, advanced)
+                (tokens.float().square().mean((1, 2)) - 1).square().mean() for tokens in (z, advanced)
             )
-        if "latent_diversity" in weights:
+        if "latent_diversity" in active:
             unit = nn.functional.normalize(z.float() - z.float().mean(1, keepdim=True), dim=-1)
             with torch.autocast(unit.device.type, enabled=False):
                 similarity = unit @ unit.transpose(1, 2)
             count = similarity.shape[-1]
             terms["latent_diversity"] = (similarity.square().sum((1, 2)) - count).mean() / (count * (count - 1))
         return terms
-
-    def _second_call(self, batch: Batch, x: Tensor, y: Tensor, advanced: Tensor, dt: Tensor) -> Tensor:
-        """Relative error of the next forecast, fed by the first one's output."""
-        name, model = batch.dataset, self.model
-        spec = model.specs[name]
-        fed = torch.cat((x, y.float()), dim=1)[:, -spec.input_frames :]
-        z = advanced if model.latent_rollout else model.encode(name, fed)
-        again = model.reconstruct_or_decode(name, model.advance(name, z, batch.parameters, dt), fed)
-        return relative_error(
-            model.denormalise(name, again.float()), batch.targets[:, spec.output_frames : 2 * spec.output_frames]
-        )

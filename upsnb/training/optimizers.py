@@ -10,17 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upsnb.config import OptimizerConfig, SchedulerConfig
+from upsnb.models.surrogate import Surrogate
 from upsnb.training.muon import Muon
 from upsnb.training.offload import OffloadedAdamW, local
 
 
-def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Hidden matrices of the operator's blocks; other weights; norms, biases and offsets (never decayed)."""
+def split_parameters(model: Surrogate) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Hidden matrices of the model's blocks; other weights; norms, biases and offsets (never decayed)."""
     hidden, weights, plain = [], [], []
+    in_blocks = {parameter for block in model.blocks() for parameter in block.parameters()}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if ".blocks." in f".{name}" and name.endswith(".weight") and parameter.ndim == 2:
+        if parameter in in_blocks and name.endswith(".weight") and parameter.ndim == 2:
             hidden.append(parameter)
         elif parameter.ndim >= 2 and name.endswith(".weight"):
             weights.append(parameter)
@@ -29,7 +31,7 @@ def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list
     return hidden, weights, plain
 
 
-def build(model: nn.Module, config: OptimizerConfig, offload: bool = False) -> list[torch.optim.Optimizer]:
+def build(model: Surrogate, config: OptimizerConfig, offload: bool = False) -> list[torch.optim.Optimizer]:
     """Optimizers that together own every trained parameter exactly once.
 
     Args:
@@ -139,11 +141,11 @@ class JointOptimizer:
 def learning_rate_factor(config: SchedulerConfig, progress: float) -> float:
     """Learning rate over its peak at a stage's progress in [0, 1].
 
-    `onecycle` rises along a half cosine over the first 30 % and falls to zero along another (arXiv 1708.07120);
+    `onecycle` rises along a half cosine and falls along another (arXiv 1708.07120, there over 30 % of the stage);
     `plateau` is constant here and multiplied by `Plateau` on top.
     """
     progress = min(max(progress, 0.0), 1.0)
-    rise = 0.3 if config.name == "onecycle" else config.warmup_fraction
+    rise = config.warmup_fraction
     if progress < rise:
         fraction = progress / rise
         return max((1 - math.cos(math.pi * fraction)) / 2 if config.name == "onecycle" else fraction, 1e-3)

@@ -15,15 +15,16 @@ from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, Loader
-from upsnb.data.datasets import Dataset, ensure_generated, open_dataset
+from upsnb.data.datasets import Dataset, Outline, ensure_generated, open_dataset
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, RunError
-from upsnb.models.ups import UPS
+from upsnb.models import surrogate
+from upsnb.models.surrogate import Surrogate
+from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
-from upsnb.rules import INVERSE_TERMS
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
-from upsnb.training import checkpoint, compiling, optimizers, parallel, precision
-from upsnb.training.losses import LossModule, active_terms, untouched_parts
+from upsnb.training import checkpoint, compiling, optimizers, parallel, precision, stages
+from upsnb.training.losses import Objective, active_terms
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
 
@@ -36,20 +37,6 @@ COMPILED = (  # prefixes of settings that compiled code depends on
     "training.lambda_",
     "operator.pdet.",
 )
-
-
-def needs_inverse_heads(config: RunConfig) -> bool:
-    """Whether anything reads fields back out of a latent."""
-    weights = (getattr(config.training, f"lambda_{term}") for term in INVERSE_TERMS)
-    return config.operator.rollout == "latent" or any(weight > 0 for weight in weights)
-
-
-def build_model(config: RunConfig, datasets: dict[str, Dataset]) -> UPS:
-    """The untrained model; the same weights on every rank and in every process, by training.seed."""
-    specs = {name: dataset.spec for name, dataset in datasets.items()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.training.seed)
-        return UPS(config.latent, config.operator, specs, needs_inverse_heads(config))
 
 
 def open_datasets(config: RunConfig, root: Path, ranks: Ranks, log: Callable[[str], None]) -> dict[str, Dataset]:
@@ -70,13 +57,14 @@ class Setup:
     ranks: Ranks
     datasets: dict[str, Dataset]
     loader: Loader
-    model: UPS
-    loss: nn.Module  # LossModule, replicated or sharded where the config says so
+    model: Surrogate
+    loss: nn.Module  # the stage's Objective, replicated or sharded where the config says so
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     ema: optimizers.Ema | None
     plateau: optimizers.Plateau
     generator: torch.Generator
+    stage: str = stages.OPERATOR
     skipped: str = ""  # why the last step changed nothing: loss, gradient, overflow (float16's scaler), or not at all
     updating: bool = False  # weights are changing: a step that fails now cannot be taken again
     probed: RunConfig | None = None  # what compiled code was last tried out with
@@ -85,7 +73,14 @@ class Setup:
     optimizer_marks: tuple = (0.0, 0.0)  # begin and end of the optimizers' part of the last step, for its event
 
     @classmethod
-    def build(cls, config: RunConfig, root: Path, ranks: Ranks, log: Callable[[str], None] = print) -> Setup:
+    def build(
+        cls,
+        config: RunConfig,
+        root: Path,
+        ranks: Ranks,
+        log: Callable[[str], None] = print,
+        stage: str = stages.OPERATOR,
+    ) -> Setup:
         """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP or FSDP2 -> optimizer.
 
         Compiling in place comes before wrapping, so that names stay; optimizers come last and own what is left.
@@ -99,17 +94,18 @@ class Setup:
         datasets = open_datasets(config, root, ranks, log)
         loader = Loader(datasets, config, ranks.rank, ranks.world_size, device)
         lap("data")
-        model = build_model(config, datasets).to(device)
+        objective = stages.build(config, datasets, stage).to(device)
+        model = objective.model
         torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
         generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
-        loss = wrap(model, config, generator, ranks)
+        loss = wrap(objective, config, generator, ranks)
         made = build_optimizers(model, config)
         scaler = precision.build_scaler(config, device)
         ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
         lap("model")
-        plateau = optimizers.Plateau(config.stages.operator.scheduler)
+        plateau = optimizers.Plateau(stages.settings(config, stage).scheduler)
         built = cls(
-            config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, build_s=build_s
+            config, ranks, datasets, loader, model, loss, made, scaler, ema, plateau, generator, stage, build_s=build_s
         )
         built.tf32.set(training.tf32)  # last: what fails before leaves nothing process-wide behind
         return built
@@ -129,6 +125,7 @@ class Setup:
                 "the update",
             )
         hardware.check_runnable(new, hardware.detect())
+        stages.check(self.objective, new)
         old, changed = self.config, set(overlays.difference(self.config, new))
         try:
             self._apply(new, changed)
@@ -146,8 +143,8 @@ class Setup:
         if touches(*LOADER):  # first, because it may refuse: too few pairs for a larger batch
             self.loader = Loader(self.datasets, new, ranks.rank, ranks.world_size, ranks.device, self.loader)
         if touches("operator.pdet."):
-            self.model.operator.set_checkpointing(new.operator.pdet)
-            self.model.operator.set_attention(new.operator.pdet.attention)
+            surrogate.set_checkpointing(self.model.blocks(), new.operator.pdet)
+            surrogate.set_attention(self.model.blocks(), new.operator.pdet.attention)
         if touches("training.compile"):
             compiling.set_compile(self.model, training.compile_mode if training.compile else None)
         if precision.amp_dtype(new) != precision.amp_dtype(self.config):
@@ -157,11 +154,12 @@ class Setup:
         self.tf32.set(training.tf32)
         if touches("optimizer", "stages.operator.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
-        self._loss_module.config = training
+        self.objective.config = training
         self.config = new
 
     @property
-    def _loss_module(self) -> LossModule:
+    def objective(self) -> Objective:
+        """What the step differentiates, without what is wrapped around it."""
         return parallel.unwrapped(self.loss)
 
     def _shard_again(self, new: RunConfig) -> None:
@@ -169,8 +167,8 @@ class Setup:
         weights = parallel.gather_full(self.model.state_dict())
         moments = parallel.gather_full(optimizers.optimizer_state(self.model, self.optimizers))
         averages = parallel.gather_full(self.ema.state_dict()) if self.ema else None
-        self.model = build_model(new, self.datasets).to(self.ranks.device)
-        self.loss = wrap(self.model, new, self.generator, self.ranks)
+        objective = stages.build(new, self.datasets, self.stage).to(self.ranks.device)
+        self.model, self.loss = objective.model, wrap(objective, new, self.generator, self.ranks)
         self.optimizers = build_optimizers(self.model, new)
         self._take(weights, moments, averages)
 
@@ -216,9 +214,9 @@ class Setup:
             for term, value in values.items():
                 terms.setdefault(term, []).append(value)
                 computed.add((batch.dataset, term))
-        if self._loss_module.touch_all or self._loss_module.touch_any:  # optimizers must not step on zeros
-            for untouched in untouched_parts(self.model, computed):
-                untouched.zero_grad(set_to_none=True)
+        if self.objective.touch_all or self.objective.touch_any:  # optimizers must not step on zeros
+            for unreached in self.objective.unreached(computed):
+                unreached.zero_grad(set_to_none=True)
         means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
         if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
             torch.distributed.all_reduce(means)
@@ -352,7 +350,7 @@ class Setup:
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
 
 
-def build_optimizers(model: UPS, config: RunConfig) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: Surrogate, config: RunConfig) -> list[torch.optim.Optimizer]:
     """Fresh optimizers of the stage."""
     chosen = config.stages.operator.optimizer or config.optimizer
     return optimizers.build(model, chosen, offload=config.training.cpu_offload_optimizer)
@@ -375,17 +373,19 @@ def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:
     return [path for path in changed if is_cold(path)]
 
 
-def wrap(model: UPS, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
-    """The module that a step calls: losses over the model, compiled in place, then replicated or sharded."""
-    training = config.training
+def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
+    """The module that a step calls: the objective, its model compiled in place, then replicated or sharded."""
+    training, model = config.training, objective.model
     compiling.set_compile(model, training.compile_mode if training.compile else None)
+    objective.generator = generator
     if training.use_fsdp2:
-        module = LossModule(model, training, generator, touch_any=True)
-        return parallel.shard(module, model.parts(), ranks, precision.amp_dtype(config))
-    return parallel.wrap_ddp(LossModule(model, training, generator, touch_all=ranks.world_size > 1), ranks)
+        objective.touch_any = True
+        return parallel.shard(objective, model.units(), ranks, precision.amp_dtype(config))
+    objective.touch_all = ranks.world_size > 1
+    return parallel.wrap_ddp(objective, ranks)
 
 
-def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> UPS:
+def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> Surrogate:
     """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
 
     Args:
@@ -401,8 +401,8 @@ def load_model(folder: Path | str, which: str = "latest", device: torch.device |
     if state is None:
         raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
     config = configs.parse(state["config"], f"the checkpoint in {folder}")
-    specs = {name: DatasetSpec.from_plain(values) for name, values in state["specs"].items()}
-    model = UPS(config.latent, config.operator, specs, needs_inverse_heads(config)).to(device)
+    datasets = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in state["specs"].items()}
+    model = stages.build(config, datasets, state["position"].get("stage", stages.OPERATOR)).model.to(device)
     model.load_state_dict(state["setup"]["model"])
     if state["setup"]["ema"] is not None:
         ema = optimizers.Ema(model, decay=0.0)

@@ -14,9 +14,9 @@ import torch
 from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import OperatorStageConfig, RunConfig
-from upsnb.models.ups import count_parameters
+from upsnb.models.surrogate import count_parameters
 from upsnb.phases import PHASES, is_on
-from upsnb.profile.recorder import Profiler
+from upsnb.profile.recorder import Profiler, parameters_by_part
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
@@ -158,7 +158,7 @@ class Loop:
             device=self.ranks.device.type,
             phases_on=[phase.name for phase in PHASES if is_on(phase, self.config)],
             parameters=count_parameters(setup.model),
-            operator_parameters=count_parameters(setup.model.operator),
+            operator_parameters=parameters_by_part(setup.model)["operator"],
             total_steps=self.total_steps,
             time_limit_s=self.config.training.time_limit_s,
             samples_per_step=self.samples_per_step,

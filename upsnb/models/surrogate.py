@@ -1,0 +1,249 @@
+"""What every surrogate shares: statistics, physical units, rollout. A model writes `predict` and may name its blocks.
+
+Which one a run trains: `model.build`, a `module:function` of (config, specs) that returns a Surrogate.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from upsnb.config import PdetConfig, RunConfig
+from upsnb.data.spec import DatasetSpec
+from upsnb.errors import ConfigError
+
+STATISTICS = ("input_mean", "input_std", "output_mean", "output_std", "parameter_mean", "parameter_std")
+
+
+class Surrogate(nn.Module, ABC):
+    """Fields in physical units in, fields in physical units out, for each dataset it was built for.
+
+    Statistics come with the specs and not with the weights, so `state_dict` holds trained tensors only. Subclasses
+    write `predict`; what else they may write says so. The rest is final.
+    """
+
+    any_points = False  # whether `predict` can be asked for other points than those of the grid
+
+    def __init__(self, specs: dict[str, DatasetSpec]):
+        super().__init__()
+        self.specs = specs
+        for name, spec in specs.items():
+            for key in STATISTICS:
+                self._constant(f"{name}_{key}", torch.tensor(getattr(spec, key)))
+
+    def _constant(self, name: str, value: Tensor) -> None:
+        self.register_buffer(f"constant_{name}", value.float(), persistent=False)
+
+    def constant(self, name: str, key: str, num_dims: int = 0) -> Tensor:
+        """A statistic of a dataset by channel, (C,) float32; (C, 1, ...) to go before so many axes of space."""
+        value = getattr(self, f"constant_{name}_{key}")
+        return value.reshape(-1, *(1,) * num_dims) if num_dims else value
+
+    def normalised_zero(self, name: str, num_dims: int, side: str = "output") -> Tensor:
+        """Where a physical zero lies in normalised units, (C, 1, ...) before so many axes of space."""
+        return -self.constant(name, f"{side}_mean", num_dims) / self.constant(name, f"{side}_std", num_dims)
+
+    # -- what a model writes ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def predict(
+        self, name: str, x: Tensor, parameters: Tensor, relative_dt: Tensor, points: Tensor | None = None
+    ) -> Tensor:
+        """One call in normalised units.
+
+        Args:
+            name: dataset, one of `specs`.
+            x: (B, input_frames, C, *grid) float32, zero mean and unit variance over the training split; any resolution.
+            parameters: (B, P) float32 PDE parameters, normalised likewise.
+            relative_dt: (B,) time between two frames over that of the training data.
+            points: (Q, S) unit coordinates to predict at, where `any_points` says so; None: the grid of `x`.
+        Returns:
+            (B, output_frames, C_out, *grid) or (B, output_frames, C_out, Q), normalised.
+        """
+
+    def predict_next(self, name: str, x: Tensor, parameters: Tensor, relative_dt: Tensor, state):
+        """One call of a rollout, and what it hands on to the next; `state` is None in the first. May be written."""
+        return self.predict(name, x, parameters, relative_dt), None
+
+    def blocks(self) -> list[nn.Module]:
+        """Repeated modules, each called as a whole: compiled, recomputed, sharded one by one, matrices given to Muon.
+
+        May be written; where there are none, phases that need them are refused.
+        """
+        return []
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """By dataset, modules that no other one uses, each called as a whole. May be written; none: all is shared."""
+        return {}
+
+    def compiled(self) -> list[nn.Module]:
+        """Modules that are compiled in place, each called as a whole. May be written; by default the blocks."""
+        return self.blocks()
+
+    # -- physical units -----------------------------------------------------------------------------------------------
+
+    def normalise(self, name: str, fields: Tensor, side: str = "input") -> Tensor:
+        """Physical (B, T, C, *grid) -> zero mean and unit variance per channel over the training split."""
+        mean, std = (self.constant(name, f"{side}_{key}", fields.dim() - 3) for key in ("mean", "std"))
+        return (fields - mean) / std
+
+    def denormalise(self, name: str, fields: Tensor, side: str = "output") -> Tensor:
+        """The way back, on a grid or at points."""
+        mean, std = (self.constant(name, f"{side}_{key}", fields.dim() - 3) for key in ("mean", "std"))
+        return fields * std + mean
+
+    def normalise_parameters(self, name: str, parameters: Tensor) -> Tensor:
+        """Physical (B, P) -> zero mean and unit variance over the training split."""
+        return (parameters - self.constant(name, "parameter_mean")) / self.constant(name, "parameter_std")
+
+    def relative_dt(self, name: str, fields: Tensor, dt: float) -> Tensor:
+        """Time between frames over that of the training data, (B,); 1 where nothing changes in time."""
+        reference = self.specs[name].dt
+        return torch.full((len(fields),), dt / reference if reference else 1.0, device=fields.device)
+
+    def forward(self, name: str, fields: Tensor, parameters: Tensor, dt: float, points: Tensor | None = None) -> Tensor:
+        """One call: input frames to output frames.
+
+        Args:
+            name: dataset, one of `specs`.
+            fields: (B, input_frames, C, *grid) float32, physical units, any resolution.
+            parameters: (B, P) float32 PDE parameters.
+            dt: physical time between frames.
+            points: (Q, S) unit coordinates to predict at; None: the grid of `fields`.
+        Returns:
+            (B, output_frames, C_out, *grid) or (B, output_frames, C_out, Q) float32, physical units.
+        """
+        x, condition = self.normalise(name, fields), self.normalise_parameters(name, parameters)
+        y = self.predict(name, x, condition, self.relative_dt(name, fields, dt), points)
+        return self.denormalise(name, y.float())
+
+    def rollout(self, name: str, given: Tensor, parameters: Tensor, dt: float, num_frames: int) -> Tensor:
+        """Feed forecasts back until `num_frames` are predicted.
+
+        Args:
+            given: (B, T >= input_frames, C, *grid) physical; the last input_frames are used.
+        Returns:
+            (B, num_frames, C_out, *grid) physical.
+        """
+        spec = self.specs[name]
+        x, condition = self.normalise(name, given[:, -spec.input_frames :]), self.normalise_parameters(name, parameters)
+        relative_dt, frames, state = self.relative_dt(name, given, dt), [], None
+        while sum(f.shape[1] for f in frames) < num_frames:
+            y, state = self.predict_next(name, x, condition, relative_dt, state)
+            frames.append(y.float())
+            if not spec.time_dependent:
+                break
+            x = torch.cat((x, frames[-1]), dim=1)[:, -spec.input_frames :]
+        return self.denormalise(name, torch.cat(frames, dim=1)[:, :num_frames])
+
+    # -- how it is trained --------------------------------------------------------------------------------------------
+
+    def units(self) -> list[nn.Module]:
+        """Modules that are sharded one by one, inner before outer: blocks, what holds them, parts of datasets."""
+        blocks = self.blocks()
+        own = [part for parts in self.parts().values() for part in parts if part not in blocks]
+        taken = {parameter for module in (*blocks, *own) for parameter in module.parameters()}
+        outer = [
+            child
+            for child in self.children()
+            if not isinstance(child, nn.ModuleDict | nn.ModuleList) and set(child.parameters()) - taken
+        ]
+        return [*blocks, *outer, *own]
+
+    def problems(self, config: RunConfig) -> list[str]:
+        """What a config asks for that this model lacks, each with the remedy."""
+        pdet, training, blocks, called = (
+            config.operator.pdet,
+            config.training,
+            self.blocks(),
+            type(self).__name__.removeprefix("FSDP"),
+        )
+        sampling, sentences = training.query_sampling, []
+        if training.compile and not self.compiled():
+            sentences.append(f"training.compile: {called} names no blocks() to compile -> set it to false")
+        if pdet.use_activation_checkpoint and not blocks:
+            sentences.append(
+                f"operator.pdet.use_activation_checkpoint: {called} names no blocks() to recompute -> set it to false"
+            )
+        if pdet.checkpoint_parts != "all" and not all(hasattr(block, "recompute") for block in blocks):
+            sentences.append(
+                f"operator.pdet.checkpoint_parts: blocks of {called} are recomputed as a whole -> set it to all"
+            )
+        if pdet.attention != "sdpa" and not any(hasattr(block, "attention") for block in blocks):
+            sentences.append(
+                f"operator.pdet.attention: {called} has no attention to choose a kernel for -> set it to sdpa"
+            )
+        if (sampling.num_queries or sampling.jitter) and not self.any_points:
+            sentences.append(
+                f"training.query_sampling: {called} predicts on its grid only -> empty num_queries, set jitter to 0"
+            )
+        return sentences
+
+
+def set_checkpointing(blocks: Iterable[nn.Module], config: PdetConfig) -> None:
+    """Choose which blocks are computed again in backward; may be called between any two steps."""
+    for number, block in enumerate(blocks):
+        on = config.use_activation_checkpoint and number % config.checkpoint_every == 0
+        _recompute(block, config.checkpoint_parts if on else None)
+
+
+def set_attention(blocks: Iterable[nn.Module], backend: str) -> None:
+    """Choose the attention kernel of training steps; parameters and results stay, rounding may not."""
+    for block in blocks:
+        if hasattr(block, "attention"):
+            block.attention.backend = backend
+
+
+def _recompute(block: nn.Module, parts: str | None) -> None:
+    """Compute a block's activations again in backward (arXiv 1604.06174), its own way or as a whole; None: keep."""
+    if hasattr(block, "recompute"):
+        block.recompute(parts)
+    elif parts is None:
+        vars(block).pop("forward", None)
+    elif "forward" not in vars(block):
+        block.forward = functools.partial(_recomputed, type(block).forward, block)
+
+
+def _recomputed(forward: Callable, block: nn.Module, *inputs):
+    if not torch.is_grad_enabled():
+        return forward(block, *inputs)
+    return checkpoint(forward, block, *inputs, use_reentrant=False)
+
+
+def builder(config: RunConfig) -> Callable[[RunConfig, dict[str, DatasetSpec]], Surrogate]:
+    """The function that `model.build` names.
+
+    Raises:
+        ConfigError: no such module or function.
+    """
+    module, _, name = config.model.build.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        found = f"{config.model.build!r} cannot be imported ({error})"
+        raise ConfigError([f"model.build: {found} -> write module:function, importable here"], "the model") from None
+
+
+def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> Surrogate:
+    """The untrained model of a config; the same weights on every rank and in every process, by training.seed.
+
+    Raises:
+        ConfigError: `model.build` names nothing.
+    """
+    made = builder(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.training.seed)
+        model = made(config, specs)
+    set_checkpointing(model.blocks(), config.operator.pdet)
+    return model
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Trained parameters."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)

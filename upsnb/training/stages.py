@@ -1,0 +1,71 @@
+"""The stages of a training, in one table: what each trains, around the model of the stage before it.
+
+A stage is a function (config, datasets, before) that returns an Objective; its model is a Surrogate again, so that
+evaluation, checkpoints and reports work on it unchanged. `datasets` may be Outlines, where only shapes matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from upsnb.config import RunConfig, StageConfig
+from upsnb.data.datasets import Dataset, Outline
+from upsnb.errors import ConfigError
+from upsnb.models import surrogate
+from upsnb.models.surrogate import Surrogate
+from upsnb.models.ups import UPS
+from upsnb.rules import LOSS_TERMS
+from upsnb.training.losses import FieldObjective, Objective, UPSObjective
+
+Datasets = Mapping[str, Dataset | Outline]
+Stage = Callable[[RunConfig, Datasets, Surrogate | None], Objective]
+OPERATOR = "operator"
+
+
+def operator(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
+    """The surrogate that `model.build` names, trained on one call, and on its latents where it has any."""
+    model = surrogate.build(config, {name: dataset.spec for name, dataset in datasets.items()})
+    return (UPSObjective if isinstance(model, UPS) else FieldObjective)(model, config.training)
+
+
+STAGES: dict[str, Stage] = {OPERATOR: operator}  # in their order; the settings of each stand under `stages.<name>`
+
+
+def build(config: RunConfig, datasets: Datasets, stage: str = OPERATOR) -> Objective:
+    """The untrained objective of a stage, around those of all stages before it that the config has.
+
+    Raises:
+        ConfigError: the model lacks what the config asks for, or the objective knows no such loss term.
+    """
+    before = None
+    for name in planned(config):
+        objective = STAGES[name](config, datasets, before)
+        before = objective.model
+        if name == stage:
+            break
+    check(objective, config)
+    return objective
+
+
+def check(objective: Objective, config: RunConfig) -> None:
+    """Refuse what a config asks for and a model does not have.
+
+    Raises:
+        ConfigError: every such setting at once, each with the remedy.
+    """
+    problems, known = objective.model.problems(config), ", ".join(objective.TERMS)
+    for term in LOSS_TERMS:
+        if getattr(config.training, f"lambda_{term}") > 0 and term not in objective.TERMS:
+            problems.append(f"training.lambda_{term}: {config.model.build} knows {known} only -> set it to 0")
+    if problems:
+        raise ConfigError(problems, f"the configuration for {config.model.build}")
+
+
+def planned(config: RunConfig) -> list[str]:
+    """Names of the stages that a config has, in their order."""
+    return [name for name in STAGES if settings(config, name).epochs > 0]
+
+
+def settings(config: RunConfig, stage: str) -> StageConfig:
+    """Epochs, optimizer and schedule of a stage."""
+    return getattr(config.stages, stage)
