@@ -252,6 +252,11 @@ class StagesConfig(Section):
     diff_residual: StageConfig = StageConfig()
     consistency_distill: StageConfig = StageConfig()
 
+    @property
+    def planned(self) -> list[str]:
+        """Names of the stages that are trained, in their order."""
+        return [name for name in type(self).model_fields if getattr(self, name).epochs > 0]
+
 
 class CheckpointConfig(Section):
     """When the state of training is saved and how much of it is kept."""

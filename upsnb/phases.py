@@ -51,7 +51,7 @@ HOT = (  # prefixes of settings that may change between two steps
     "optimizer.momentum",
     "optimizer.fused",
     "optimizer.foreach",
-    "stages.operator",
+    "stages.",
     "checkpoint.",
     "guards.",
     "evaluation.",

@@ -6,6 +6,7 @@ import torch
 from upsnb import hardware
 from upsnb.config import RunConfig
 from upsnb.hardware import Hardware
+from upsnb.models.surrogate import set_attention
 from upsnb.models.transformer import Attention, attend, rotary_table
 
 CPU = Hardware("cpu", 1, "processor", 8.0, 2)
@@ -54,7 +55,7 @@ def test_evaluation_runs_where_the_training_kernel_cannot():
 def test_an_operator_changes_all_its_blocks_and_no_name(make_spec, make_model):
     model = make_model([make_spec()])
     names = list(model.state_dict())
-    model.set_attention(operator.blocks, "math")
+    set_attention(model.blocks(), "math")
     assert {block.attention.backend for block in model.operator.blocks} == {"math"}
     assert list(model.state_dict()) == names
 

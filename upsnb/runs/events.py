@@ -40,9 +40,10 @@ def without_nonfinite(value, path: str = "", found: list[str] | None = None):
 
 
 class EventWriter:
-    """Appends events, one JSON line each, visible to readers at once."""
+    """Appends events, one JSON line each, visible to readers at once; `stage` is the one that they are of."""
 
-    def __init__(self, folder: Path, rank: int = 0):
+    def __init__(self, folder: Path, rank: int = 0, stage: str | None = None):
+        self.stage = stage
         self._fd = os.open(events_path(folder, rank), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._cut_half_line()
 
@@ -60,7 +61,7 @@ class EventWriter:
 
     def write(self, kind: str, step: int, **fields) -> None:
         """One event. Infinite and NaN numbers become null, and `nonfinite` lists their names."""
-        event = {"kind": kind, "time": round(time.time(), 6), "step": step, **fields}
+        event = {"kind": kind, "time": round(time.time(), 6), "step": step, "stage": self.stage, **fields}
         try:
             text = json.dumps(event, allow_nan=False, default=_plain)
         except ValueError:

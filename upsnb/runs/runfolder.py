@@ -139,6 +139,7 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
     manifest = {
         "format": FORMAT,
         "status": "starting",
+        "stage": config.stages.planned[0],  # the one that is trained
         "cause": None,  # one sentence, once the run has failed
         "end_reason": None,  # of a finished run, from its end event
         "created": time.time(),

@@ -108,7 +108,7 @@ class Supervisor:
         """Answer a cold flip whose workers failed before they had done a step; the next launch is without it."""
         applied = runfolder.read_manifest(self.folder)["applied"]["overlay"]
         runfolder.update_manifest(self.folder, applied={"revision": flip["revision"], "overlay": applied})
-        events = runfolder.EventWriter(self.folder)
+        events = runfolder.EventWriter(self.folder, stage=runfolder.read_manifest(self.folder).get("stage"))
         events.write(
             "flip",
             flip["step"],
@@ -265,7 +265,7 @@ class Supervisor:
             "environment": environment,  # NCCL's variables; the workers add what they see
             "environment_kept": kept,  # variables of the user that won over training.nccl_tuning
         }
-        events = runfolder.EventWriter(self.folder)  # rank 0 is not there yet, so this process may write its file
+        events = runfolder.EventWriter(self.folder, stage=manifest.get("stage"))  # rank 0 is not there yet to write it
         events.write("segment", segment["step"], number=segment["number"], num_ranks=self.config.training.num_gpus)
         events.close()
         self.status = "starting"

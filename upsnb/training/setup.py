@@ -80,10 +80,14 @@ class Setup:
         ranks: Ranks,
         log: Callable[[str], None] = print,
         stage: str = stages.OPERATOR,
+        weights: dict[str, Tensor] | None = None,
     ) -> Setup:
         """Build in one order: data shard -> model -> checkpointing flags -> compile -> DDP or FSDP2 -> optimizer.
 
         Compiling in place comes before wrapping, so that names stay; optimizers come last and own what is left.
+
+        Args:
+            weights: of the model of the stage before `stage`, whole.
         """
         training, device, build_s = config.training, ranks.device, {}
         started = time.perf_counter()
@@ -94,12 +98,12 @@ class Setup:
         datasets = open_datasets(config, root, ranks, log)
         loader = Loader(datasets, config, ranks.rank, ranks.world_size, device)
         lap("data")
-        objective = stages.build(config, datasets, stage).to(device)
+        objective = stages.build(config, datasets, stage, weights).to(device)
         model = objective.model
         torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
         generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
         loss = wrap(objective, config, generator, ranks)
-        made = build_optimizers(model, config)
+        made = build_optimizers(model, config, stage)
         scaler = precision.build_scaler(config, device)
         ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
         lap("model")
@@ -152,7 +156,7 @@ class Setup:
             if training.use_fsdp2:  # the dtype that weights are gathered in is fixed when they are sharded
                 self._shard_again(new)
         self.tf32.set(training.tf32)
-        if touches("optimizer", "stages.operator.optimizer", "training.cpu_offload_optimizer"):
+        if touches("optimizer", f"stages.{self.stage}.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
         self.objective.config = training
         self.config = new
@@ -169,7 +173,7 @@ class Setup:
         averages = parallel.gather_full(self.ema.state_dict()) if self.ema else None
         objective = stages.build(new, self.datasets, self.stage).to(self.ranks.device)
         self.model, self.loss = objective.model, wrap(objective, new, self.generator, self.ranks)
-        self.optimizers = build_optimizers(self.model, new)
+        self.optimizers = build_optimizers(self.model, new, self.stage)
         self._take(weights, moments, averages)
 
     def _take(self, weights: dict, moments: dict, averages: dict | None) -> None:
@@ -187,7 +191,7 @@ class Setup:
 
     def _rebuild_optimizers(self, new: RunConfig) -> None:
         """New optimizers under new settings, with the moments of the old ones."""
-        made = build_optimizers(self.model, new)
+        made = build_optimizers(self.model, new, self.stage)
         optimizers.load_optimizer_state(self.model, made, optimizers.optimizer_state(self.model, self.optimizers))
         self.optimizers = made
 
@@ -350,9 +354,9 @@ class Setup:
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
 
 
-def build_optimizers(model: Surrogate, config: RunConfig) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: Surrogate, config: RunConfig, stage: str = stages.OPERATOR) -> list[torch.optim.Optimizer]:
     """Fresh optimizers of the stage."""
-    chosen = config.stages.operator.optimizer or config.optimizer
+    chosen = stages.settings(config, stage).optimizer or config.optimizer
     return optimizers.build(model, chosen, offload=config.training.cpu_offload_optimizer)
 
 

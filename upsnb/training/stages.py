@@ -1,12 +1,15 @@
 """The stages of a training, in one table: what each trains, around the model of the stage before it.
 
-A stage is a function (config, datasets, before) that returns an Objective; its model is a Surrogate again, so that
-evaluation, checkpoints and reports work on it unchanged. `datasets` may be Outlines, where only shapes matter.
+A stage is a function (config, datasets, before) that returns an Objective. Its model is a Surrogate again, which holds
+the one before it or is that one, so that evaluation, checkpoints and reports work on it unchanged. `datasets` may be
+Outlines, where only shapes matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+
+from torch import Tensor
 
 from upsnb.config import RunConfig, StageConfig
 from upsnb.data.datasets import Dataset, Outline
@@ -28,17 +31,23 @@ def operator(config: RunConfig, datasets: Datasets, before: Surrogate | None) ->
     return (UPSObjective if isinstance(model, UPS) else FieldObjective)(model, config.training)
 
 
-STAGES: dict[str, Stage] = {OPERATOR: operator}  # in their order; the settings of each stand under `stages.<name>`
+STAGES: dict[str, Stage] = {OPERATOR: operator}  # the settings of each, and their order: config.StagesConfig
 
 
-def build(config: RunConfig, datasets: Datasets, stage: str = OPERATOR) -> Objective:
-    """The untrained objective of a stage, around those of all stages before it that the config has.
+def build(
+    config: RunConfig, datasets: Datasets, stage: str = OPERATOR, weights: Mapping[str, Tensor] | None = None
+) -> Objective:
+    """The untrained objective of a stage, around the models of all stages before it that the config has.
 
+    Args:
+        weights: of the model of the stage before; without them they come with a checkpoint of this stage.
     Raises:
         ConfigError: the model lacks what the config asks for, or the objective knows no such loss term.
     """
     before = None
-    for name in planned(config):
+    for name in config.stages.planned:
+        if name == stage and weights is not None:
+            before.load_state_dict(weights)
         objective = STAGES[name](config, datasets, before)
         before = objective.model
         if name == stage:
@@ -61,9 +70,10 @@ def check(objective: Objective, config: RunConfig) -> None:
         raise ConfigError(problems, f"the configuration for {config.model.build}")
 
 
-def planned(config: RunConfig) -> list[str]:
-    """Names of the stages that a config has, in their order."""
-    return [name for name in STAGES if settings(config, name).epochs > 0]
+def following(config: RunConfig, stage: str) -> str | None:
+    """The stage after one; None after the last."""
+    names = config.stages.planned
+    return next(iter(names[names.index(stage) + 1 :]), None)
 
 
 def settings(config: RunConfig, stage: str) -> StageConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from upsnb import config as configs
 from upsnb import hardware, overlays
-from upsnb.config import OperatorStageConfig, RunConfig
+from upsnb.config import RunConfig, StageConfig
 from upsnb.models.surrogate import count_parameters
 from upsnb.phases import PHASES, is_on
 from upsnb.profile.recorder import Profiler, parameters_by_part
@@ -21,13 +21,14 @@ from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.spans import DATA, outside_step, span
-from upsnb.training import checkpoint, evaluation, optimizers, parallel
+from upsnb.training import checkpoint, evaluation, optimizers, parallel, stages
 from upsnb.training.compiling import CompileCounter
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.training.timing import StepClock
 from upsnb.worker.flips import CHANGED, RELAUNCH, Flips
 from upsnb.worker.guards import Guards
+from upsnb.worker.position import HandOver, Position
 from upsnb.worker.requests import Requests
 from upsnb.worker.step_log import StepLog
 
@@ -42,41 +43,37 @@ def train(
 ) -> None:
     """Train as the config says, evaluate, and leave a checkpoint, evaluation.json and an end event.
 
-    All ranks enter; rank 0 writes. Returns when training has finished or was asked to stop; or, with a checkpoint and a
-    relaunch event alone, when the ranks are to be launched again with other settings.
+    All ranks enter; rank 0 writes. Stages follow each other. Returns when training has finished or was asked to stop; or,
+    with a checkpoint and a relaunch event alone, when the ranks are to be launched again with other settings.
 
     Args:
         launch: what was changed since the run was started, as the supervisor says; empty: nothing.
     """
-    loop = Loop(config, folder, ranks, events, heartbeat, launch or Launch())
-    try:
-        reason = loop.run()
-        if reason == RELAUNCH:
-            loop.leave()
-        else:
-            loop.finish(reason)
-        loop.saver.close()
-    finally:
-        loop.profiler.close()  # these two are all that is the process's
-        loop.setup.tf32.set(False)
+    launch = launch or Launch()
+    stage, handed = first_stage(overlays.apply(config, launch.overlay), folder, ranks), None
+    while stage is not None:
+        loop = Loop(config, folder, ranks, events, heartbeat, launch, stage, handed)
+        try:
+            stage, handed = loop.train()
+            overlay = overlays.difference(config, loop.config)  # a cold flip, if there was one, is done
+            launch = replace(launch, overlay=overlay, revision=loop.flips.revision, cold_flip=None)
+            loop.saver.close()
+        finally:
+            loop.profiler.close()  # these two are all that is the process's
+            loop.setup.tf32.set(False)
 
 
-@dataclass
-class Position:
-    """How far training is; travels with every checkpoint."""
-
-    step: int = 0  # optimizer steps done
-    epoch: int = 0
-    microbatch: int = 0  # microbatches done in this epoch
-    elapsed_s: float = 0.0  # training time of earlier segments
-    best: float = math.inf  # lowest validation nRMSE so far
-    best_step: int = -1
-    waited: int = 0  # validations since then
-    validated_fraction: float = 1.0  # share of the validation split that these were measured on
+def first_stage(config: RunConfig, folder: Path, ranks: Ranks) -> str:
+    """The stage that a launch begins in: the latest checkpoint's, else the first; all ranks enter."""
+    names = config.stages.planned
+    if len(names) == 1 or not config.checkpoint.resume:
+        return names[0]
+    state = checkpoint.load(folder, ranks=ranks, allocate=lambda *_: None)
+    return state["position"]["stage"] if state else names[0]
 
 
 class Loop:
-    """One segment of a run on one rank."""
+    """One stage of one segment of a run, on one rank."""
 
     def __init__(
         self,
@@ -86,23 +83,28 @@ class Loop:
         events: EventWriter,
         heartbeat: Heartbeat,
         launch: Launch,
+        stage: str,
+        handed: HandOver | None,
     ):
         self.folder, self.ranks, self.events, self.heartbeat, self.launch = folder, ranks, events, heartbeat, launch
-        self.launched = time.perf_counter()
+        self.launched, events.stage = time.perf_counter(), stage
         config = overlays.apply(base, launch.overlay)
         hardware.check_runnable(config, hardware.detect())
-        self.setup = Setup.build(config, runfolder.project_root(), ranks, self._report_progress)
+        weights = handed.weights if handed else None
+        self.setup = Setup.build(config, runfolder.project_root(), ranks, self._report_progress, stage, weights)
         self.flips = Flips(base, self.setup, ranks, events, folder, launch)
         self.requests = Requests(folder, ranks, events, self.flips)
         self.profiler = Profiler(folder, self.setup, ranks, events)
-        self.position = Position()
+        self.position = handed.position if handed else Position(stage=stage)
         self._plan()
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
         self.log = StepLog(events, self.clock, self.flips.observe)
         self.announced_first = False
         self.guards = Guards(folder, self.setup, self.flips, ranks, events)
         self.saver = checkpoint.Saver(folder, ranks, events, self._beat, config.training.stall_timeout_s)
-        self._resume()
+        if handed is None:
+            self._resume()
+        self.log.time_before_s = self.position.elapsed_s
         self.epoch_saved_step = self.position.step
         self.validated_step = -1
         self._announce()
@@ -113,8 +115,9 @@ class Loop:
         return self.setup.config
 
     @property
-    def stage(self) -> OperatorStageConfig:
-        return self.config.stages.operator
+    def stage(self) -> StageConfig:
+        """Length, optimizer and schedule of what is trained now."""
+        return stages.settings(self.config, self.setup.stage)
 
     def _plan(self) -> None:
         """Lengths that follow from batch, accumulation and epochs."""
@@ -139,7 +142,6 @@ class Loop:
         self.position = Position(**state["position"])
         saved = configs.parse(state["config"], "the checkpoint's config").training
         self._find_place(saved.batch_size * saved.num_gpus)
-        self.log.time_before_s = self.position.elapsed_s
         self.saver.last = state["name"]
         for damage in state["passed_over"] if self.ranks.rank == 0 else ():
             self._warn(f"checkpoint {damage} -> resuming from {state['name']}")
@@ -151,6 +153,7 @@ class Loop:
             return
         environment = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
         runfolder.update_segment(self.folder, self.launch.number, environment_seen=environment)
+        runfolder.update_manifest(self.folder, stage=setup.stage)
         self.events.write(
             "start",
             self.position.step,
@@ -202,8 +205,20 @@ class Loop:
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    def train(self) -> tuple[str | None, HandOver | None]:
+        """Train, and end the stage or the run; the next stage and what it starts from, or nothing."""
+        reason = self.position.ended or self.run()
+        if reason == RELAUNCH:
+            self.leave()
+            return None, None
+        following = stages.following(self.config, self.setup.stage)
+        if reason == "stopped" or following is None:
+            self.finish(reason)
+            return None, None
+        return following, self.hand_over(reason, following)
+
     def run(self) -> str:
-        """Train to the end of the stage; returns why it ended: epochs, time, patience or stopped."""
+        """Train to the end of the stage; returns why it ended: epochs, time, patience, stopped or a relaunch."""
         self.clock.start()
         self.run_started = time.perf_counter()
         reason = self._agree()
@@ -290,7 +305,7 @@ class Loop:
         limit = self.config.training.time_limit_s
         turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
         by_epochs = (self.position.epoch + turns) / self.stage.epochs
-        by_clock = self._elapsed() / limit if limit else 0.0
+        by_clock = (self._elapsed() - self.position.stage_from_s) / limit if limit else 0.0
         return max(by_epochs, by_clock), by_clock >= 1
 
     def _go_on(self, reason: str | None) -> str | None:
@@ -430,6 +445,16 @@ class Loop:
         }
         self.saver.save(state, roles, settings.async_save and not last, settings.budget_gb, revision)
         self.clock.interrupt()
+
+    def hand_over(self, reason: str, following: str) -> HandOver:
+        """End the stage with a checkpoint; what the next one starts from. All ranks enter."""
+        self.position.ended = reason
+        elapsed_s = self._elapsed()
+        self._save(last=True)
+        with evaluation.evaluation_model(self.setup) as model:
+            weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        step = self.position.step
+        return HandOver(weights, Position(step, elapsed_s=elapsed_s, stage=following, stage_from_s=elapsed_s))
 
     def leave(self) -> None:
         """Save, and end without an end: the supervisor launches the ranks again, with other settings."""

@@ -1,0 +1,35 @@
+"""How far training is, and what one stage gives to the next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from upsnb.training import stages
+
+
+@dataclass
+class Position:
+    """How far training is; travels with every checkpoint."""
+
+    step: int = 0  # optimizer steps done, in all stages
+    epoch: int = 0  # of the stage
+    microbatch: int = 0  # microbatches done in this epoch
+    elapsed_s: float = 0.0  # training time of earlier segments and stages
+    stage: str = stages.OPERATOR
+    stage_from_s: float = 0.0  # training time when the stage began
+    ended: str = ""  # why the stage did, once it has: epochs, time, patience
+    best: float = math.inf  # lowest validation nRMSE so far
+    best_step: int = -1
+    waited: int = 0  # validations since then
+    validated_fraction: float = 1.0  # share of the validation split that these were measured on
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """What a stage gives to the next one."""
+
+    weights: dict[str, Tensor]  # of its model, whole and on the host; averaged ones where they are kept
+    position: Position
