@@ -43,8 +43,8 @@ def train(
 ) -> None:
     """Train as the config says, evaluate, and leave a checkpoint, evaluation.json and an end event.
 
-    All ranks enter; rank 0 writes. Stages follow each other. Returns when training has finished or was asked to stop; or,
-    with a checkpoint and a relaunch event alone, when the ranks are to be launched again with other settings.
+    All ranks enter; rank 0 writes. Stages follow each other. Returns when training has finished or was asked to stop;
+    or, with a checkpoint and a relaunch event alone, when the ranks are to be launched again with other settings.
 
     Args:
         launch: what was changed since the run was started, as the supervisor says; empty: nothing.
