@@ -28,6 +28,10 @@ class OutOfMemory(RunError):
     """A step ran out of memory and could not be saved in process; a relaunch with a smaller microbatch may help."""
 
 
+class RunTimeout(RunError, TimeoutError):
+    """What a run was waited for did not come in time; the run goes on."""
+
+
 class RunFailed(RunError):
     """A run ended without finishing; carries its status, folder and cause."""
 

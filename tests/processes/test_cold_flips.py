@@ -7,7 +7,6 @@ Run by torchrun as a script, this file is `upsnb.worker` with a rank that is kil
 import os
 import signal
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -55,40 +54,25 @@ def start(tiny_config, tmp_path, monkeypatch):
         run._process.kill()
 
 
-def wait_for(run, kind, count=1, seconds=60.0):
-    """The event of a kind with that number, once it is there."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        events = run.events((kind,))
-        if len(events) >= count:
-            return events[count - 1]
-        assert run.status() in runfolder.ALIVE, (run.cause(), run.log_tail())
-        time.sleep(0.05)
-    raise AssertionError(f"{len(run.events((kind,)))} {kind} events after {seconds} s: {run.log_tail()}")
-
-
-def wait_for_steps(run, more):
-    wait_for(run, "step", len(run.events(("step",))) + more)
-
-
 def test_ranks_come_and_go_and_the_curve_goes_on(start, train_here, tmp_path):
     run = start()
-    wait_for_steps(run, 10)
-    run.flip("activation_checkpointing", True)
-    assert wait_for(run, "flip")["cold"] is False
-    wait_for_steps(run, 35)  # of them at least 20 are steady, and fewer than an effect is measured from
+    run.wait_for("step", step=10)
+    flip = run.wait_for("flip", run.flip("activation_checkpointing", True))
+    assert flip["cold"] is False
+    run.wait_for(
+        "step", step=flip["step"] + 35
+    )  # of them at least 20 are steady, and fewer than an effect is measured from
     revision = run.update(SHARDED)
-    flip = wait_for(run, "flip", 2)
+    flip = run.wait_for("flip", revision)
     assert flip["revision"] == revision == 2 and flip["applied"] and flip["cold"] and flip["duration_ms"] > 500
     assert flip["changes"] == {"training.batch_size": 4, "training.num_gpus": 2, "training.use_fsdp2": True}
     assert flip["phases"] == {"fsdp2": True}
-    effect = wait_for(run, "flip_effect", 1)
+    effect = run.wait_for("flip_effect")
     assert effect["revision"] == 2 and effect["cold"] and effect["ci95"][0] <= effect["ratio"] <= effect["ci95"][1]
     assert len(runfolder.read_heartbeats(run.folder)) == 2 and run.current_config.training.num_gpus == 2
-    run.update(ONE_RANK)
-    flip = wait_for(run, "flip", 3)
+    flip = run.wait_for("flip", run.update(ONE_RANK))
     assert flip["phases_on"] == ["activation_checkpointing"], "the hot flip of the first launch is kept"
-    wait_for_steps(run, 10)
+    run.wait_for("step", step=flip["step"] + 10)
     run.stop()
     assert run.wait(60) == "finished"
 
@@ -118,19 +102,16 @@ def test_ranks_come_and_go_and_the_curve_goes_on(start, train_here, tmp_path):
 
 def test_a_relaunch_that_fails_is_rolled_back_and_the_run_goes_on(start):
     run = start(kill="1:1:0")
-    wait_for_steps(run, 10)
-    run.update({"num_gpus": 40})
-    refused = wait_for(run, "flip")
+    run.wait_for("step", step=10)
+    refused = run.wait_for("flip", run.update({"num_gpus": 40}))
     assert not refused["applied"] and "training pairs" in refused["reason"]
     assert len(run.manifest["segments"]) == 1, "what can be foreseen is refused before anything is stopped"
-    run.update(TWO_RANKS)
-    failed = wait_for(run, "flip", 2)
+    failed = run.wait_for("flip", run.update(TWO_RANKS))
     assert not failed["applied"] and failed["cold"] and failed["revision"] == 2
     assert "rank 1 was killed by SIGKILL" in failed["reason"]
-    wait_for(run, "start", 2)
-    wait_for_steps(run, 5)
-    run.update({"noise": 0.01})
-    assert wait_for(run, "flip", 3)["changes"] == {"training.noise": 0.01}, "what failed is not asked for again"
+    run.wait_for("step", step=failed["step"] + 5)
+    noisy = run.wait_for("flip", run.update({"noise": 0.01}))
+    assert noisy["changes"] == {"training.noise": 0.01}, "what failed is not asked for again"
     run.stop()
     assert run.wait(60) == "finished"
     assert [s["num_ranks"] for s in run.manifest["segments"]] == [1, 2, 1]
@@ -140,18 +121,15 @@ def test_a_relaunch_that_fails_is_rolled_back_and_the_run_goes_on(start):
 
 def test_a_rank_killed_after_a_cold_flip_is_a_crash_and_its_relaunch_keeps_all_flips(start):
     run = start(kill="1:1:6", **{"training.max_restarts": 1, "checkpoint.interval": 3})
-    wait_for_steps(run, 10)
+    run.wait_for("step", step=10)
     run.flip("activation_checkpointing", True)
-    wait_for(run, "flip")
-    run.pause()
-    wait_for(run, "paused")
-    run.update(TWO_RANKS)
-    assert wait_for(run, "flip", 2)["cold"]
-    assert wait_for(run, "paused", 2)["step"] == run.events(("flip",))[-1]["step"], "launched again, it still waits"
-    assert run.is_paused()
-    run.resume()
-    wait_for(run, "start", 3)
-    wait_for_steps(run, 5)
+    run.wait_for("paused", run.pause())
+    flip = run.wait_for("flip", run.update(TWO_RANKS))
+    assert flip["cold"]
+    run.wait_for("resumed", run.resume())
+    paused = [event["step"] for event in run.events(("paused",))]
+    assert paused == [flip["step"]] * 2, "launched again, it still waits"
+    run.wait_for("step", step=flip["step"] + 12)  # the sixth after the flip was the last of the launch before
     run.stop()
     assert run.wait(60) == "finished"
     relaunched, crashed, finished = run.manifest["segments"]

@@ -69,13 +69,6 @@ def assert_failed(run, status="failed"):
     return run.cause()
 
 
-def wait_for_step(run, step):
-    deadline = time.monotonic() + 40
-    while not any(event["step"] >= step for event in run.events(["step"])):
-        assert run.status() in runfolder.ALIVE and time.monotonic() < deadline, run.log_tail()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_finished_run(monkeypatch, tmp_path, num_ranks):
     run = start(monkeypatch, tmp_path / "run", "none:0:0", num_ranks)
@@ -112,7 +105,7 @@ def test_hung_rank_is_found_and_its_stack_is_in_the_log(monkeypatch, tmp_path):
 
 def test_killed_torchrun_takes_its_ranks_with_it(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
-    wait_for_step(run, 2)
+    run.wait_for("step", step=2, timeout_s=40)
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         command = path.read_bytes() if path.exists() else b""
         if b"torch.distributed.run" in command and str(run.folder).encode() in command:
@@ -160,7 +153,7 @@ def test_relaunches_end(monkeypatch, tmp_path):
 
 def test_killed_supervisor_leaves_a_died_run_and_no_process(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
-    wait_for_step(run, 20)
+    run.wait_for("step", step=20, timeout_s=40)
     assert run.status() == "running"
     run._process.kill()
     cause = assert_failed(run, "died")
@@ -169,7 +162,7 @@ def test_killed_supervisor_leaves_a_died_run_and_no_process(monkeypatch, tmp_pat
 
 def test_stopped_run_finishes_and_can_be_continued(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
-    wait_for_step(run, 2)
+    run.wait_for("step", step=2, timeout_s=40)
     with pytest.raises(RunError, match="is (starting|running)"):
         runfolder.create(config(2), run.folder)
     run.stop()
@@ -184,7 +177,7 @@ def test_stopped_run_finishes_and_can_be_continued(monkeypatch, tmp_path):
 
 def test_second_sigterm_ends_a_run_that_cannot_stop(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "hang:0:3", 1)
-    wait_for_step(run, 3)
+    run.wait_for("step", step=3, timeout_s=40)
     run._process.terminate()
     while run.status() != "stopping":
         time.sleep(0.05)
@@ -194,7 +187,7 @@ def test_second_sigterm_ends_a_run_that_cannot_stop(monkeypatch, tmp_path):
 
 def test_sigterm_is_a_stop(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 1)
-    wait_for_step(run, 2)
+    run.wait_for("step", step=2, timeout_s=40)
     run._process.terminate()
     assert run.wait(timeout=30) == "finished" and run.manifest["end_reason"] == "stopped"
     assert_nothing_left(run.folder)
@@ -216,7 +209,7 @@ time.sleep(600)
         while not (folder / runfolder.MANIFEST).exists():
             time.sleep(0.1)
         run = handle.Run.attach(folder)
-        wait_for_step(run, 2)
+        run.wait_for("step", step=2, timeout_s=40)
     finally:
         kernel.kill()
         kernel.wait()

@@ -300,20 +300,23 @@ def test_what_is_no_setting_and_no_phase_is_not_asked(folder):
     assert runfolder.read_control(folder).revision == 0
 
 
-def test_a_run_is_paused_from_its_own_word_until_its_next(folder):
-    runfolder.update_manifest(folder, status="running", supervisor=processes.process_identity(os.getpid()))
+def test_an_event_is_waited_for_by_revision_and_by_step(folder):
     run, events = handle.Run.attach(folder), runfolder.EventWriter(folder)
-    run.pause()
-    assert not run.is_paused()
-    for kind, paused in (
-        ("paused", True),
-        ("checkpoint", True),
-        ("resumed", False),
-        ("paused", True),
-        ("segment", False),
-    ):
-        events.write(kind, 3)
-        assert run.is_paused() == paused, kind
+    for revision, step in ((None, 2), (3, 5), (4, 9)):
+        events.write("checkpoint", step, revision=revision)
+    assert run.wait_for("checkpoint")["step"] == 2
+    assert [run.wait_for("checkpoint", revision)["step"] for revision in (2, 3, 4)] == [5, 5, 9]
+    assert run.wait_for("checkpoint", step=6)["revision"] == 4
+    with pytest.raises(TimeoutError, match="still starting after 0 s, without its checkpoint event"):
+        run.wait_for("checkpoint", 5, timeout_s=0)
+    later = threading.Timer(0.3, lambda: events.write("flip", 10, revision=5))
+    later.start()
+    assert run.wait_for("flip", 5, timeout_s=20)["step"] == 10
+    later.join()
+    runfolder.update_manifest(folder, status="failed", cause="rank 1 raised ValueError")
+    assert run.wait_for("flip")["step"] == 10, "what came before the end counts"
+    with pytest.raises(RunError, match="failed before its eval event: rank 1 raised ValueError"):
+        run.wait_for("eval")
     events.close()
 
 

@@ -1,7 +1,6 @@
 """Flips of live runs: acknowledged with revision and step, on all ranks at once, refused without harm, measured."""
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -15,18 +14,6 @@ from upsnb.runs.supervisor import Supervisor
 from upsnb.training.parallel import Ranks
 from upsnb.worker import flips, loop
 from upsnb.worker.flips import Flips, steady_steps_before, throughput_ratio
-
-
-def wait_for(run, kind: str, count: int, seconds: float = 60.0) -> list[dict]:
-    """Events of a kind, once there are so many."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        events = run.events((kind,))
-        if len(events) >= count:
-            return events
-        assert run.status() in ("starting", "running"), run.cause()
-        time.sleep(0.05)
-    raise AssertionError(f"{len(run.events((kind,)))} {kind} events after {seconds} s: {run.log_tail()}")
 
 
 def test_an_effect_of_two_is_found_and_its_interval_holds_it():
@@ -284,27 +271,25 @@ def test_a_live_run_obeys_refuses_and_measures(tiny_config, tmp_path, num_ranks)
     config = tiny_config(**{"training.num_gpus": num_ranks, "training.batch_size": 2, "stages.operator.epochs": 100000})
     run = handle.start(config, tmp_path / "run", attached=True)
     try:
-        wait_for(run, "step", 60)
+        run.wait_for("step", step=60)
         assert run.flip("activation_checkpointing", True) == 1
-        (flip,) = wait_for(run, "flip", 1)
+        flip = run.wait_for("flip", 1)
         assert flip["revision"] == 1 and flip["applied"]
         assert flip["phases"] == {"activation_checkpointing": True}
 
-        (effect,) = wait_for(run, "flip_effect", 1)
+        effect = run.wait_for("flip_effect")
         assert effect["revision"] == 1
         assert effect["ci95"][0] <= effect["ratio"] <= effect["ci95"][1]
 
-        run.update({"batch_size": 4})
-        assert wait_for(run, "flip", 2)[1]["changes"]["training.batch_size"] == 4
-        run.update({"latent.dim": 16})
-        refused = wait_for(run, "flip", 3)[2]
+        larger = run.wait_for("flip", run.update({"batch_size": 4}))
+        assert larger["changes"]["training.batch_size"] == 4
+        refused = run.wait_for("flip", run.update({"latent.dim": 16}))
         assert not refused["applied"] and "cannot change while training runs" in refused["reason"]
-        steps = len(run.events(("step",)))
-        wait_for(run, "step", steps + 20)
+        run.wait_for("step", step=refused["step"] + 20)
         with pytest.raises(ConfigError, match="did you mean training.batch_size"):
             run.update({"batchsize": 4})
-        run.back_to_start()
-        assert wait_for(run, "flip", 4)[3]["phases"] == {"activation_checkpointing": False}
+        back = run.wait_for("flip", run.back_to_start())
+        assert back["phases"] == {"activation_checkpointing": False}
     finally:
         run.stop()
         run.wait(60)

@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError, RunFailed
+from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout
 from upsnb.rules import did_you_mean
 from upsnb.runs import runfolder
 
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
+POLL_S = 0.1
+SECONDS_TO_OBEY = 900.0  # until a request or a launch is acknowledged: a step that compiles may take that long
 _supervisors: list[subprocess.Popen] = []  # a pipe closes with its object, and a rebound variable must not end training
 
 
@@ -127,11 +129,6 @@ class Run:
         """Ask a paused run to go on; the `resumed` event names the revision returned here."""
         return runfolder.write_control(self.folder, None, runfolder.RESUME).revision
 
-    def is_paused(self) -> bool:
-        """Whether all ranks wait now; a pause that was asked for begins with the next step boundary."""
-        last = self.events(("paused", "resumed", "segment", "end"))[-1:]
-        return bool(last) and last[0]["kind"] == "paused" and self.status() in runfolder.ALIVE
-
     def stop(self) -> None:
         """Ask the run to finish its step, save and end; returns at once."""
         runfolder.write_control(self.folder, None, runfolder.STOP)
@@ -146,22 +143,46 @@ class Run:
             on_event: called with every event of rank 0, those before the call included.
         Raises:
             RunFailed: the run ended in any other way; carries the cause and the end of the log.
-            TimeoutError: it still runs.
+            RunTimeout: it still runs; a TimeoutError.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        tail = runfolder.Tail(self.folder)
-        while True:
-            # before the events, so that none of a run's last ones is missed
-            status, cause = runfolder.state(self.folder, self._process)
-            for event in tail.read() if on_event else ():
+        for event in self._follow(None if on_event else ("end",), timeout, "end"):
+            if on_event:
                 on_event(event)
-            if status == "finished":
-                return status
+        status, cause = runfolder.state(self.folder, self._process)
+        if status != "finished":
+            raise RunFailed(self.folder, status, cause or "unknown", self.log_tail())
+        return status
+
+    def wait_for(self, kind: str, revision: int = 0, step: int = 0, timeout_s: float = SECONDS_TO_OBEY) -> dict:
+        """The first event of a kind, as soon as it is there, those before the call included.
+
+        Args:
+            revision: of a request; the first event that answers it, or a later one, counts.
+            step: the first event of this step or a later one counts.
+            timeout_s: give up waiting after so many seconds; the run goes on.
+        Raises:
+            RunError: the run ended before; says how and why.
+            RunTimeout: it still runs.
+        """
+        for event in self._follow((kind,), timeout_s, kind):
+            if (event.get("revision", revision) or 0) >= revision and (event["step"] or 0) >= step:
+                return event
+        status, cause = runfolder.state(self.folder, self._process)
+        raise RunError(f"{self.folder}: {status} before its {kind} event" + (f": {cause}" if cause else ""))
+
+    def _follow(self, kinds: Sequence[str] | None, timeout_s: float | None, awaited: str) -> Iterator[dict]:
+        """Events, each once, until the run has ended."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        tail = runfolder.Tail(self.folder, kinds)
+        while True:
+            status = self.status()  # before the events, so that none of a run's last ones is missed
+            yield from tail.read()
             if status not in runfolder.ALIVE:
-                raise RunFailed(self.folder, status, cause or "unknown", self.log_tail())
+                return
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{self.folder}: still {status} after {timeout:g} s")
-            time.sleep(0.2)
+                said = f"still {status} after {timeout_s:g} s, without its {awaited} event"
+                raise RunTimeout(f"{self.folder}: {said}\n{self.log_tail(10)}")
+            time.sleep(POLL_S)
 
     def load_model(self, which: str = "latest", device: str = "cpu"):
         """The trained model, in evaluation mode, with averaged weights where the run kept them.
