@@ -9,14 +9,116 @@ from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
-from upsnb.phases import BY_NAME, PHASES, is_on, skip_missing, switchable, unmet
+from upsnb.phases import BY_NAME, HOT, PHASES, baseline_overlay, is_on, off_overlay, skip_missing, switchable, unmet
 from upsnb.runs import handle, runfolder, supervisor
 from upsnb.training.setup import cold_changes
 
 PARAMS = Path(__file__).resolve().parents[1] / "params"
 PRESETS = ["conservative", "aggressive", "2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized"]
+ON = {  # params file: the phases that it switches on, by number or as extras
+    "2gpu_baseline": set(),
+    "2gpu_optimized": {1, 2, 3, 4, 5, 6, 8},
+    "4gpu_baseline": set(),
+    "4gpu_optimized": {1, 2, 3, 4, 5, 6, 7, 8},
+    "advection_5min": {1},
+    "aggressive": {1, 2, 3, 4, 5, 6, 7, 8, "flex_attention"},
+    "conservative": {1, 2, 3, 4, 5, 6},
+    "cpu_baseline": set(),
+    "cpu_optimized": {1, 6, 8},
+    "darcy_5min": {1, 6},
+    "memory_reference": set(),
+    "pdebench_files": set(),
+    "pdebench_full": set(),
+    "quick": set(),
+    "rehearse": set(),
+    "smoke": set(),
+}
 CPU = Hardware("cpu", 1, "a processor", 16.0, 8)
 GPU, GPUS = (Hardware("cuda", count, "a GPU", 80.0, 8) for count in (1, 4))
+
+
+def phases_on(config: RunConfig) -> set:
+    return {phase.number or phase.name for phase in BY_NAME.values() if is_on(phase, config)} - {"no_sync"}  # as ever
+
+
+@pytest.mark.parametrize("path", sorted(PARAMS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_params_file_switches_on_what_the_table_says(path):
+    config = overlays.load(path)
+    assert phases_on(config) == ON[path.stem]
+    assert config.training.no_sync
+    guarded = path.stem in ("conservative", "aggressive")
+    assert (config.guards.nonfinite, config.guards.out_of_memory) == (("bfloat16", True) if guarded else ("off", False))
+
+
+@pytest.mark.parametrize("path", sorted(PARAMS.glob("rollback/*.yaml")), ids=lambda path: path.stem)
+def test_a_rollback_takes_its_phase_alone(path):
+    number, _, name = path.stem.partition("_")
+    assert BY_NAME[name].number == int(number)
+    without = overlays.load(PARAMS / "4gpu_optimized.yaml", path)
+    assert phases_on(without) == ON["4gpu_optimized"] - {int(number)}
+
+
+def test_a_rehearsal_keeps_all_phases():
+    assert phases_on(overlays.load(PARAMS / "4gpu_optimized.yaml", PARAMS / "rehearse.yaml")) == ON["4gpu_optimized"]
+
+
+@pytest.mark.parametrize("phase", BY_NAME.values(), ids=BY_NAME.keys())
+@pytest.mark.parametrize("preset", ["quick", "cpu_optimized", "2gpu_baseline", "4gpu_optimized", "aggressive"])
+def test_a_phase_off_is_the_run_s_own_again(preset, phase):
+    base = overlays.load(PARAMS / f"{preset}.yaml", overrides={"foreach": None} if phase.name == "foreach" else {})
+    fused = {"optimizer.fused": False} if phase.name == "foreach" else {}  # they exclude each other
+    on = overlays.apply(base, {**phase.on, **fused})
+    off = overlays.apply(on, off_overlay(phase, base))
+    assert is_on(phase, on) and not is_on(phase, off)
+    if is_on(phase, base):  # it has no own values without
+        assert overlays.difference(off, overlays.apply(off, phase.off)) == {}
+    else:
+        assert off == overlays.apply(base, fused)
+
+
+def test_bfloat16_on_and_off_leaves_a_float32_run_in_float32():
+    base = overlays.resolve({"training.amp_dtype": "float32"})
+    on = overlays.apply(base, BY_NAME["bf16"].on)
+    assert overlays.apply(on, off_overlay(BY_NAME["bf16"], base)) == base
+    assert overlays.apply(on, off_overlay(BY_NAME["bf16"], on)).training.amp_dtype == "float16"
+
+
+def test_a_baseline_has_no_phase_and_else_its_own_values():
+    base = overlays.load(PARAMS / "cpu_optimized.yaml")  # inverse losses every fourth time, but at all points
+    baseline = overlays.apply(base, baseline_overlay(base))
+    assert phases_on(baseline) == set()
+    assert overlays.difference(base, baseline) == {
+        "optimizer.fused": False,
+        "training.amp_dtype": "float16",
+        "training.compile": False,
+        "training.inverse_loss_frequency": 1,
+    }
+
+
+def test_a_phase_that_is_left_out_leaves_the_run_s_own_kernel():
+    base = overlays.load(PARAMS / "cpu_optimized.yaml")
+    assert base.operator.pdet.attention == "math"
+    asked = overlays.apply(base, BY_NAME["flex_attention"].on)
+    assert skip_missing(asked, CPU, base)[0] == base
+    assert skip_missing(asked, CPU)[0].operator.pdet.attention == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("workers", "pinned", "on"), [(12, True, True), (1, True, True), (6, False, False), (0, True, False)]
+)
+def test_data_loading_is_on_with_workers_and_pinned_batches(workers, pinned, on):
+    config = overlays.resolve({"num_workers": workers, "pin_memory": pinned, "prefetch_factor": 4})
+    assert is_on(BY_NAME["data_loading"], config) == on
+
+
+def test_fused_needs_no_gpu_and_flex_attention_does():
+    assert not unmet(BY_NAME["fused"], RunConfig(), CPU)
+    assert unmet(BY_NAME["flex_attention"], RunConfig(), CPU) and not unmet(BY_NAME["flex_attention"], RunConfig(), GPU)
+
+
+def test_cold_phases_are_those_of_processes():
+    assert {phase.name for phase in BY_NAME.values() if not phase.hot} == {"fsdp2", "nccl"}
+    assert all(path.startswith(HOT) for phase in BY_NAME.values() if phase.hot for path in phase.on)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -38,6 +140,7 @@ def test_every_phase_can_be_asked_of_a_live_run():
     for phase in BY_NAME.values():
         for overlay in (phase.on, phase.off, phase.ladder):
             assert switchable(overlay) == overlay
+        assert phase.on.keys() == phase.off.keys()
     with pytest.raises(ConfigError, match="did you mean"):
         switchable({"training.complie": True})
 

@@ -272,7 +272,7 @@ def test_presets_have_the_phases_they_name_and_nothing_of_a_model(name, last):
     config = overlays.load(ROOT / "params" / f"{name}.yaml")
     assert [phase.number for phase in phases.PHASES if phases.is_on(phase, config)] == list(range(1, last + 1))
     assert {path.split(".")[0] for path in overlays.flatten(overlays.read(ROOT / "params" / f"{name}.yaml"))} <= {
-        *("operator", "training", "optimizer", "logging")
+        *("operator", "training", "optimizer", "guards", "logging")
     }
 
 

@@ -6,6 +6,7 @@ Every field is written `name: type = default  # meaning [unit]`; the keys of a p
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import types
@@ -169,7 +170,9 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = 42  # weights, data order, augmentation
     batch_size: PositiveInt = 8  # training pairs per rank and microbatch
     accum_steps: PositiveInt = 1  # microbatches per optimizer step
-    num_workers: NonNegativeInt = 0  # processes that read HDF5 (residency workers)
+    num_workers: NonNegativeInt = (
+        0  # processes of this machine that read HDF5 (residency workers), shared out among its ranks
+    )
     prefetch_factor: PositiveInt = 2  # batches read ahead by each worker
     pin_memory: bool = False  # page-locked host memory for copies to a GPU
     amp: bool = False  # autocast to amp_dtype
@@ -362,6 +365,11 @@ def setting_paths(section: type[Section] = RunConfig, prefix: str = "") -> list[
             if value_type is not None:
                 paths += setting_paths(value_type, f"{prefix}{name}.*.")
     return paths
+
+
+def setting(config: RunConfig, path: str):
+    """The value of a dotted setting."""
+    return functools.reduce(getattr, path.split("."), config)
 
 
 def nearest_setting(path: str) -> str:

@@ -6,12 +6,13 @@ by one. docs/phases.md sets them beside measurements.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from upsnb import hardware as machines
 from upsnb import overlays
-from upsnb.config import RunConfig
+from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 
@@ -88,12 +89,17 @@ class Phase:
     name: str  # YAML value, switch label, report column
     sentence: str
     on: dict[str, object]  # dotted setting: value
-    off: dict[str, object]
-    expected: Expected | None  # None: nothing was promised
-    hot: bool  # may change between two steps; False: relaunch and resume
-    numerics: Literal["identical", "rounding", "different"]  # what tests may demand of losses and gradients
+    off: dict[str, object]  # the same settings without it, in the published recipe or by default
+    expected: Expected | None = None  # None: nothing was promised
+    numerics: Literal["identical", "rounding", "different"] = "rounding"  # what tests may demand of losses, gradients
     ladder: dict[str, object] = field(default_factory=dict)  # what the published recipe changes along with it
     needs: str = ""  # what the machine must have, in words; `unmet` checks it
+    when: Callable[[RunConfig], bool] | None = None  # it is on; None: with every setting of `on`
+
+    @property
+    def hot(self) -> bool:
+        """Whether it may change between two steps; otherwise by a relaunch that resumes."""
+        return not any(is_cold(path) for path in self.on)
 
 
 PHASES = (
@@ -104,8 +110,6 @@ PHASES = (
         on={"training.compile": True},
         off={"training.compile": False},
         expected=Expected(1.36, 1.36),
-        hot=True,
-        numerics="rounding",
     ),
     Phase(
         2,
@@ -114,7 +118,6 @@ PHASES = (
         on={"operator.pdet.use_activation_checkpoint": True},
         off={"operator.pdet.use_activation_checkpoint": False},
         expected=Expected(1.45, 1.97),
-        hot=True,
         numerics="identical",
         ladder={"training.batch_size": 16, "training.accum_steps": 2},
     ),
@@ -125,7 +128,6 @@ PHASES = (
         on={"training.inverse_loss_frequency": 4, "training.query_sampling.num_queries": 1024},
         off={"training.inverse_loss_frequency": 1, "training.query_sampling.num_queries": 2048},
         expected=Expected(1.31, 2.59),
-        hot=True,
         numerics="different",
     ),
     Phase(
@@ -135,8 +137,8 @@ PHASES = (
         on={"training.num_workers": 6, "training.prefetch_factor": 2, "training.pin_memory": True},
         off={"training.num_workers": 0, "training.prefetch_factor": 2, "training.pin_memory": False},
         expected=Expected(1.07, 2.78),
-        hot=True,
         numerics="identical",
+        when=lambda config: config.training.num_workers > 0 and config.training.pin_memory,  # 4 GPUs take 12
     ),
     Phase(
         5,
@@ -145,8 +147,6 @@ PHASES = (
         on={"training.cpu_offload_optimizer": True},
         off={"training.cpu_offload_optimizer": False},
         expected=Expected(1.23, 3.41),
-        hot=True,
-        numerics="rounding",
         ladder={"training.batch_size": 20},
         needs="CUDA",
     ),
@@ -157,8 +157,6 @@ PHASES = (
         on={"training.amp": True, "training.amp_dtype": "bfloat16"},
         off={"training.amp": True, "training.amp_dtype": "float16"},
         expected=Expected(1.10, 3.75),
-        hot=True,
-        numerics="rounding",
     ),
     Phase(
         7,
@@ -167,31 +165,32 @@ PHASES = (
         on={"training.use_fsdp2": True},
         off={"training.use_fsdp2": False},
         expected=Expected(1.18, 4.41),
-        hot=False,
-        numerics="rounding",
         ladder={"training.batch_size": 24},
     ),
     Phase(
         8,
         "fused",
-        "Step AdamW in one kernel and attend with FlexAttention.",
-        on={"optimizer.fused": True, "operator.pdet.attention": "flex"},
-        off={"optimizer.fused": False, "operator.pdet.attention": "sdpa"},
+        "Step AdamW in one kernel.",
+        on={"optimizer.fused": True},
+        off={"optimizer.fused": False},
         expected=Expected(1.13, 5.0),
-        hot=True,
-        numerics="rounding",
-        needs="CUDA for the backward pass of FlexAttention",
     ),
 )
 EXTRAS = (
+    Phase(
+        None,
+        "flex_attention",
+        "Attend through the kernel that FlexAttention generates.",
+        on={"operator.pdet.attention": "flex"},
+        off={"operator.pdet.attention": "sdpa"},
+        needs="CUDA for the backward pass",
+    ),
     Phase(
         None,
         "nccl",
         "Give NCCL more sockets, threads and channels.",
         on={"training.nccl_tuning": True},
         off={"training.nccl_tuning": False},
-        expected=None,
-        hot=False,
         numerics="identical",
         needs="several CUDA devices",
     ),
@@ -201,9 +200,6 @@ EXTRAS = (
         "Multiply float32 matrices with TensorFloat-32.",
         on={"training.tf32": True},
         off={"training.tf32": False},
-        expected=None,
-        hot=True,
-        numerics="rounding",
         needs="CUDA",
     ),
     Phase(
@@ -212,9 +208,6 @@ EXTRAS = (
         "Average gradients over the ranks once a step, not after every microbatch.",
         on={"training.no_sync": True},
         off={"training.no_sync": False},
-        expected=None,
-        hot=True,
-        numerics="rounding",
     ),
     Phase(
         None,
@@ -222,9 +215,6 @@ EXTRAS = (
         "Step AdamW over lists of tensors.",
         on={"optimizer.foreach": True},
         off={"optimizer.foreach": False},
-        expected=None,
-        hot=True,
-        numerics="rounding",
     ),
     Phase(
         None,
@@ -232,8 +222,6 @@ EXTRAS = (
         "Write checkpoints to disk while training goes on.",
         on={"checkpoint.async_save": True},
         off={"checkpoint.async_save": False},
-        expected=None,
-        hot=True,
         numerics="identical",
     ),
     Phase(
@@ -242,8 +230,6 @@ EXTRAS = (
         "Validate every fifth epoch on a quarter of the split.",
         on={"evaluation.every_epochs": 5, "evaluation.fraction": 0.25},
         off={"evaluation.every_epochs": 1, "evaluation.fraction": 1.0},
-        expected=None,
-        hot=True,
         numerics="identical",
     ),
 )
@@ -252,28 +238,43 @@ BY_NAME = {phase.name: phase for phase in (*PHASES, *EXTRAS)}
 
 def label(name: str) -> str:
     """A phase's name, or a setting's last key, as people write it: activation checkpointing, FSDP2."""
-    return {"fsdp2": "FSDP2", "nccl": "NCCL", "tf32": "TF32", "no_sync": name}.get(name, name.replace("_", " "))
+    own = {"fsdp2": "FSDP2", "flex_attention": "FlexAttention", "nccl": "NCCL", "tf32": "TF32", "no_sync": name}
+    return own.get(name, name.replace("_", " "))
 
 
 def is_on(phase: Phase, config: RunConfig) -> bool:
-    """Whether a config has every setting of the phase."""
+    """Whether a config has the phase."""
+    if phase.when is not None:
+        return phase.when(config)
     return all(setting(config, path) == value for path, value in phase.on.items())
 
 
-def setting(config: RunConfig, path: str):
-    """The value of a dotted setting."""
-    value = config
-    for key in path.split("."):
-        value = getattr(value, key)
-    return value
+def off_overlay(phase: Phase, base: RunConfig) -> dict[str, object]:
+    """What switching a phase off asks of a run that was started as `base`: its own settings, as they were without.
+
+    Where it was started with the phase there are none, and off is what the phase says.
+    """
+    return phase.off if is_on(phase, base) else {path: setting(base, path) for path in phase.on}
 
 
-# Settings that a phase stands or falls with, beside its own and its ladder's: how a technique is carried out.
+def baseline_overlay(base: RunConfig) -> dict[str, object]:
+    """What takes every phase out of a config, half of one too; what is neither on nor off is its own and stays."""
+    return {
+        path: phase.off[path]
+        for phase in PHASES
+        for path, value in phase.on.items()
+        if is_on(phase, base) or setting(base, path) == value
+    }
+
+
+# Beside a phase's own settings and its ladder's: how a technique is carried out, and what guards it.
 COMPANIONS = (
     "training.compile_mode",
     "training.on_missing",
     "operator.pdet.checkpoint_every",
     "operator.pdet.checkpoint_parts",
+    "guards.nonfinite",
+    "guards.out_of_memory",
 )
 
 
@@ -282,7 +283,7 @@ def switchable(overlay: dict) -> dict[str, object]:
 
     A params file holds more: its model, data and stages belong to the start of a run, its number of ranks to a machine.
     """
-    settings = {path for phase in BY_NAME.values() for path in (*phase.on, *phase.off, *phase.ladder)} | {*COMPANIONS}
+    settings = {path for phase in BY_NAME.values() for path in (*phase.on, *phase.ladder)} | {*COMPANIONS}
     return {
         path: value
         for path, value in overlays.flatten(overlay).items()
@@ -305,20 +306,24 @@ def unmet(phase: Phase, config: RunConfig, hardware: Hardware) -> list[str]:
     return [problem for problem in machines.problems(on, hardware) if problem not in before]
 
 
-def skip_missing(config: RunConfig, hardware: Hardware) -> tuple[RunConfig, dict[str, str]]:
-    """A config without the phases that cannot run here, and why for each, as `training.on_missing: skip` asks for."""
+def skip_missing(
+    config: RunConfig, hardware: Hardware, base: RunConfig | None = None
+) -> tuple[RunConfig, dict[str, str]]:
+    """A config without the phases that cannot run here, and why for each, as `training.on_missing: skip` asks for.
+
+    Args:
+        base: what its run was started as, and goes back to without a phase; empty: the same.
+    """
     skipped: dict[str, str] = {}
-    for name, phase in BY_NAME.items():
-        for path, value in phase.on.items():
-            if setting(config, path) != value:
-                continue
-            try:
-                without = overlays.apply(config, {path: phase.off[path]})
-            except ConfigError:  # another phase needs the setting, such as offload its bfloat16
-                continue
-            left = machines.problems(without, hardware)
-            solved = [problem for problem in machines.problems(config, hardware) if problem not in left]
-            if solved:
-                skipped[name] = "; ".join(filter(None, (skipped.get(name), *solved)))
-                config = without
+    for phase in BY_NAME.values():
+        if not is_on(phase, config):
+            continue
+        try:
+            without = overlays.apply(config, off_overlay(phase, base or config))
+        except ConfigError:  # another setting needs the phase
+            continue
+        left = machines.problems(without, hardware)
+        solved = [str(problem) for problem in machines.problems(config, hardware) if problem not in left]
+        if solved:
+            skipped[phase.name], config = "; ".join(solved), without
     return config, skipped

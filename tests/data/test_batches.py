@@ -173,6 +173,14 @@ def test_workers_read_exactly_what_is_resident(opened, num_workers):
         expect_equal(first, second)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("num_workers", "ranks", "own"), [(12, 4, 3), (7, 2, 3), (1, 4, 1), (0, 4, 0), (6, 1, 6)])
+def test_the_machine_s_reading_processes_are_shared_out_among_its_ranks(opened, num_workers, ranks, own):
+    settings = {"training.num_workers": num_workers, "training.num_gpus": ranks, "training.batch_size": 1}
+    config, datasets = opened(**settings, **{"data.residency": "workers"})
+    assert [Loader(datasets, config, rank, ranks, "cpu")._workers.num_workers for rank in range(ranks)] == [own] * ranks
+
+
 def test_reading_draws_nothing_from_the_global_random_state(opened):
     # A loader made in the middle of an epoch would otherwise change drop-path: resuming would not be the same run.
     config, datasets = opened(**{"data.residency": "workers"})

@@ -18,7 +18,7 @@ from upsnb.training import compiling
 from upsnb.training.setup import Setup
 
 INVERSE = {"training.lambda_inv_enc": 0.5}  # so that the frequency of inverse losses has something to act on
-NEEDS_GPU = ("optimizer_offload", "fused", "tf32")
+NEEDS_GPU = ("optimizer_offload", "flex_attention", "tf32")
 CPU_PHASES = [p for p in (*PHASES, *EXTRAS) if p.hot and p.name not in (*NEEDS_GPU, "compile")]
 slow_compile = pytest.param(next(p for p in PHASES if p.name == "compile"), marks=pytest.mark.slow, id="compile")
 phases = pytest.mark.parametrize("phase", [*(pytest.param(p, id=p.name) for p in CPU_PHASES), slow_compile])

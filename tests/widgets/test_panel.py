@@ -103,8 +103,8 @@ def test_the_runs_own_machine_decides_what_can_be_switched(folder):
     assert shown._toggles["optimizer_offload"].disabled, "AdamW steps in host memory already"
     missing = {name for name, toggle in shown._toggles.items() if toggle.disabled}
     assert missing and all("cannot run here: " in shown._cards[name].value for name in missing)
-    assert ">cannot run here: FlexAttention has no backward pass on the CPU<" in shown._cards["fused"].value
-    assert "set it to sdpa or math" in shown._cards["fused"].value, "the remedy where the pointer rests"
+    assert ">cannot run here: FlexAttention has no backward pass on the CPU<" in shown._cards["flex_attention"].value
+    assert "set it to sdpa or math" in shown._cards["flex_attention"].value, "the remedy where the pointer rests"
     runfolder.update_manifest(folder, hardware=CUDA)
     elsewhere = Panel(handle.Run.attach(folder))
     elsewhere.refresh()

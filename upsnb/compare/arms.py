@@ -47,9 +47,8 @@ def arms_from_notebook(variables: dict) -> tuple[RunConfig, RunConfig]:
 
 def technique_paths() -> set[str]:
     """Settings that phases, and the published recipe along with them, change: what two arms may differ in."""
-    every = (*phases.PHASES, *phases.EXTRAS)
-    paths = {path for phase in every for path in (*phase.on, *phase.ladder)}
-    return paths | {"training.compile_mode", "training.on_missing", "logging.name"}
+    paths = {path for phase in phases.BY_NAME.values() for path in (*phase.on, *phase.ladder)}
+    return paths | {*phases.COMPANIONS, "logging.name"}
 
 
 def check_arms(baseline: RunConfig, other: RunConfig, asked: set[str] | None = None) -> dict:
@@ -76,8 +75,7 @@ def isolated(baseline: RunConfig, name: str) -> RunConfig:
     """The baseline with one phase on and nothing else changed: batch, accumulation and learning rate are its own."""
     if name not in phases.BY_NAME:
         raise ConfigError([f"isolate: {name!r} is no phase -> choose one of {', '.join(phases.BY_NAME)}"])
-    phase = phases.BY_NAME[name]
-    return overlays.apply(overlays.apply(baseline, phase.off), phase.on, f"the baseline with {name}")
+    return overlays.apply(baseline, phases.BY_NAME[name].on, f"the baseline with {name}")
 
 
 # -- the comparison ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from upsnb.compare.verdict import CRITERIA, score
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.hardware import Hardware
-from upsnb.phases import PHASES, Phase
+from upsnb.phases import PHASES
 from upsnb.report.file import finish, number
 from upsnb.runs import handle
 
@@ -63,10 +63,7 @@ def plan(
     if unknown:
         known = ", ".join(phases.BY_NAME)
         raise ConfigError([f"phases: {name!r} is none -> choose from {known}" for name in unknown], "the ladder")
-    on = {path: value for phase in PHASES for path, value in phase.on.items()}
-    back = {path: value for phase in PHASES for path, value in phase.off.items()}
-    # What is on goes back; what is neither (float32 instead of float16) is the base's own and stays.
-    off = overlays.apply(base, {path: back[path] for path in on if phases.setting(base, path) == on[path]})
+    off = overlays.apply(base, phases.baseline_overlay(base))
     hardware.check_runnable(off, machine)
     skipped, used = {}, []
     for phase in [phases.BY_NAME[name] for name in chosen] or PHASES:
@@ -80,17 +77,10 @@ def plan(
     for phase in used:
         rung = overlays.apply(rung, {**phase.on, **phase.ladder})
         entries.append(Entry("ladder", phase.name, rung, BASELINE))
-    if len(used) > 1:
-        entries += [Entry("leave_one_out", phase.name, _without(rung, phase, off), FULL) for phase in used]
+    if len(used) > 1:  # as the base is without the phase: batch and accumulation stay, so that one thing differs
+        without = {phase.name: overlays.apply(rung, phases.off_overlay(phase, off)) for phase in used}
+        entries += [Entry("leave_one_out", name, config, FULL) for name, config in without.items()]
     return entries, off, skipped
-
-
-def _without(full: RunConfig, phase: Phase, off: RunConfig) -> RunConfig:
-    """The full set with one phase as it is without any: float32 where the base has it, and not the recipe's float16.
-
-    Batch and accumulation stay, so that one thing differs.
-    """
-    return overlays.apply(full, {path: phases.setting(off, path) for path in phase.on})
 
 
 def measure(

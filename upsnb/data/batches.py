@@ -215,15 +215,17 @@ class Loader:
 
     def _start_workers(self) -> DataLoader:
         training = self.config.training
+        # num_workers is the machine's, and all ranks are on it
+        num_workers = training.num_workers and max(1, training.num_workers // training.num_gpus)
         return DataLoader(
             PairReader(self.datasets, self.calls),
             sampler=self._coming,
             batch_size=None,
-            num_workers=training.num_workers,
-            prefetch_factor=training.prefetch_factor if training.num_workers else None,
+            num_workers=num_workers,
+            prefetch_factor=training.prefetch_factor if num_workers else None,
             # a forked copy of a process with CUDA or OpenMP threads may hang; forkserver starts clean
-            multiprocessing_context="forkserver" if training.num_workers else None,
-            persistent_workers=training.num_workers > 0,  # starting them takes a second or more
+            multiprocessing_context="forkserver" if num_workers else None,
+            persistent_workers=num_workers > 0,  # starting them takes a second or more
             generator=torch.Generator(),  # else it draws from the state that drop-path uses, and resuming differs
         )
 

@@ -94,13 +94,17 @@ class Run:
         return runfolder.write_control(self.folder, merged).revision
 
     def flip(self, phase: str, on: bool) -> int:
-        """Ask for a phase or an extra to be switched on or off; returns the revision, as `update` does."""
+        """Ask for a phase or an extra to be switched on, or back to what the run was started with, without it.
+
+        Returns:
+            A revision, as `update` does.
+        """
         from upsnb import phases  # loads torch, which readers of a run do not need
 
         if phase not in phases.BY_NAME:
             raise ConfigError([f"{phase}: unknown phase -> {did_you_mean(phase, phases.BY_NAME)}"], "the flip")
         chosen = phases.BY_NAME[phase]
-        return self.update(chosen.on if on else chosen.off)
+        return self.update(chosen.on if on else phases.off_overlay(chosen, self.config))
 
     def back_to_start(self) -> int:
         """Ask for the config that the run was started with."""

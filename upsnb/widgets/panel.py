@@ -16,7 +16,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from upsnb import phases
-from upsnb.config import RunConfig
+from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
 from upsnb.runs import runfolder
@@ -344,7 +344,7 @@ class Panel:
         for path, field in self._fields.items():
             field.disabled = not alive
             if path not in self._edited:
-                field.value = phases.setting(desired, path) or 0
+                field.value = setting(desired, path) or 0
 
 
 def is_headless() -> bool:

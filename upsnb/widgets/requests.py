@@ -9,7 +9,7 @@ from upsnb import hardware as machines
 from upsnb import overlays, phases
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
-from upsnb.phases import PHASES, Phase
+from upsnb.phases import Phase
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.widgets.history import History
@@ -93,11 +93,11 @@ class PanelRequests:
             Dotted settings, and the phases that cannot run on its machine with the reason of each.
         """
         if name == BASELINE:
-            asked = {path: value for phase in PHASES for path, value in phase.off.items()}
+            asked = phases.baseline_overlay(self.config)
         else:
             path = runfolder.project_root() / "params" / f"{name}.yaml"
             asked = phases.switchable(overlays.read(path))
         wanted = overlays.apply(self.config, asked, name)
-        reached, left_out = phases.skip_missing(wanted, self.hardware)
+        reached, left_out = phases.skip_missing(wanted, self.hardware, self.config)
         back = overlays.difference(wanted, reached)  # settings of phases that stay out
         return {**asked, **back}, left_out

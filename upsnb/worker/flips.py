@@ -68,7 +68,7 @@ class Flips:
         try:
             new = overlays.apply(self.base, overlay, "control.json")
             if new.training.on_missing == "skip":
-                new, skipped = skip_missing(new, hardware.detect())
+                new, skipped = skip_missing(new, hardware.detect(), self.base)
             cold = cold_changes(old, new)
             if cold:
                 hardware.check_runnable(new, hardware.detect())

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from upsnb.config import RunConfig
+from upsnb.config import RunConfig, setting
 from upsnb.data.batches import Batch
 from upsnb.errors import ConfigError, OutOfMemory, RunError
-from upsnb.phases import BY_NAME, is_on
+from upsnb.phases import BY_NAME, is_on, off_overlay
 from upsnb.runs import recovery, runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.training import parallel
@@ -188,7 +188,7 @@ class Guards:
         self.expected, self.last_error = changes, said
 
     def _switch_compile_off(self, reason: str, step: int) -> None:
-        changes = BY_NAME["compile"].off
+        changes = off_overlay(BY_NAME["compile"], self.flips.base)
         self._act("compile_failure", "off", reason, step, changes)
         self.expected, self.last_error = changes, reason
 
@@ -217,8 +217,7 @@ class Guards:
         """
         if not self.expected:
             return
-        now = self.config.model_dump()
-        missing = [path for path, value in self.expected.items() if _setting(now, path) != value]
+        missing = [path for path, value in self.expected.items() if setting(self.config, path) != value]
         if missing:
             raise RunError(f"{self.last_error} -> {', '.join(missing)} could not be changed, see the last flip event")
         self.expected = {}
@@ -252,7 +251,8 @@ class Guards:
         numbers = {"epoch": epoch, "val_nrmse": {name: pair[0] for name, pair in worse.items()}}
         numbers["reference"] = {name: pair[1] for name, pair in worse.items()}
         if is_on(phase, self.config):
-            self._act("validation_reference", "off", reason, step, phase.off, phase=phase.name, **numbers)
+            changes = off_overlay(phase, self.flips.base)
+            self._act("validation_reference", "off", reason, step, changes, phase=phase.name, **numbers)
         else:
             reason += "; phase loss_frequency is not on, so there is nothing to switch off"
             self._act("validation_reference", "warning", reason, step, **numbers)
@@ -264,9 +264,3 @@ class Guards:
         if self.reference is None or self.reference.named != named:
             self.reference = Reference(named, self.config)
         return self.reference
-
-
-def _setting(values: dict, path: str):
-    for key in path.split("."):
-        values = values[key]
-    return values
