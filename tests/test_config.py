@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from upsnb import config as configs
 from upsnb.config import RunConfig, nearest_setting, setting_paths, validate
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, Problem
 
 OTHER = {  # a valid value that is not the default, for settings whose type does not suggest one
     "data.datasets": {"one": {"family": "darcy2d", "files": ["a.h5", "b.h5"], "generate": {"seed": 3}}},
@@ -195,3 +195,10 @@ def test_misspelt_settings_are_recognised(seed):
         misspelt = leaf[:at] + leaf[at + 1 :]  # one letter is missing
         hint = nearest_setting(f"{section}.{misspelt}")
         assert hint.startswith(f"did you mean {section}."), (path, misspelt, hint)
+
+
+def test_a_problem_reads_as_where_what_and_remedy_and_is_told_once():
+    problem = Problem("training.compile", "is on", "set it to false")
+    error = ConfigError([problem, "a sentence", problem], "here")
+    assert str(error) == "2 problems in here\n  training.compile: is on -> set it to false\n  a sentence"
+    assert error.problems == [problem, "a sentence"]

@@ -116,6 +116,20 @@ def test_fused_needs_no_gpu_and_flex_attention_does():
     assert unmet(BY_NAME["flex_attention"], RunConfig(), CPU) and not unmet(BY_NAME["flex_attention"], RunConfig(), GPU)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("diffusion.hidden_dim", 128),
+        ("stages.diff_residual.epochs", 3),
+        ("stages.diff_residual.optimizer.lr", 1e-3),
+        ("stages.consistency_distill.scheduler.name", "constant"),
+    ],
+)
+def test_a_setting_that_nothing_reads_yet_is_refused(path, value):
+    (problem,) = hardware.problems(overlays.resolve({path: value}), CPU)
+    assert path.startswith(problem.setting) and "no stage that reads it" in problem.found
+
+
 def test_cold_phases_are_those_of_processes():
     assert {phase.name for phase in BY_NAME.values() if not phase.hot} == {"fsdp2", "nccl"}
     assert all(path.startswith(HOT) for phase in BY_NAME.values() if phase.hot for path in phase.on)
@@ -165,7 +179,7 @@ def test_what_no_phase_is_behind_stays_a_problem():
 @pytest.mark.parametrize(("machine", "num_gpus", "reason"), [(CPU, 2, "on the CPU"), (GPU, 1, "a single device")])
 def test_nccl_is_refused_where_it_acts_on_nothing(machine, num_gpus, reason):
     config = overlays.resolve({"num_gpus": num_gpus, "device": "cpu" if machine is CPU else "auto"})
-    assert [reason in problem for problem in unmet(BY_NAME["nccl"], config, machine)] == [True]
+    assert [reason in problem.found for problem in unmet(BY_NAME["nccl"], config, machine)] == [True]
     assert not unmet(BY_NAME["nccl"], overlays.resolve({"num_gpus": 4}), GPUS)
 
 

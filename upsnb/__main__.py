@@ -153,7 +153,7 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
     except ConfigError as error:
         problems += error.problems
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), " + ".join(map(str, files)) or "the parameters")
+        raise ConfigError(problems, " + ".join(map(str, files)) or "the parameters")
     return passed, config
 
 

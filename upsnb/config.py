@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, Problem
 from upsnb.rules import contradictions
 
 FORMAT = 1  # version of the saved config.yaml
@@ -388,24 +388,22 @@ def nearest_setting(path: str) -> str:
     return f"the sections are {', '.join(RunConfig.model_fields)}"
 
 
-def _explain(error: dict) -> str:
-    """One pydantic error as `path: what was found -> what to do`."""
+def _explain(error: dict) -> Problem:
     path = ".".join(str(part) for part in error["loc"] if not _is_union_tag(part))
     found = error["input"]
     shown = f"the text {found!r}" if isinstance(found, str) else f"{found!r}"
     kind = error["type"]
     if kind == "extra_forbidden":
-        return f"{path}: unknown setting -> {nearest_setting(path)}"
+        return Problem(path, "unknown setting", nearest_setting(path))
     if kind == "literal_error":
-        return f"{path}: got {shown} -> choose {error['ctx']['expected']}"
+        return Problem(path, f"got {shown}", f"choose {error['ctx']['expected']}")
     if isinstance(found, str) and kind in ("float_type", "int_type", "float_parsing", "int_parsing"):
         if parts := re.fullmatch(r"([+-]?\d*\.?\d*)[eE]([+-]?)(\d+)", found):
             mantissa, sign, exponent = parts.groups()
             written = f"{mantissa}{'' if '.' in mantissa else '.0'}e{sign or '+'}{exponent}"
-            return f"{path}: got {shown} -> write {written} (YAML wants the dot and the sign)"
-        return f"{path}: got {shown} -> write a number without quotes"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{path}: got {shown} -> {message}"
+            return Problem(path, f"got {shown}", f"write {written} (YAML wants the dot and the sign)")
+        return Problem(path, f"got {shown}", "write a number without quotes")
+    return Problem(path, f"got {shown}", error["msg"][0].lower() + error["msg"][1:])
 
 
 def _is_union_tag(part) -> bool:
@@ -426,7 +424,7 @@ def validate(values: dict, where: str = "the configuration") -> RunConfig:
         for item in error.errors():
             cause = item.get("ctx", {}).get("error")
             problems += cause.problems if isinstance(cause, ConfigError) else [_explain(item)]
-        raise ConfigError(list(dict.fromkeys(problems)), where) from None
+        raise ConfigError(problems, where) from None
     except TypeError as error:
         raise ConfigError([f"{error} -> use numbers, texts, lists and mappings only"], where) from None
 

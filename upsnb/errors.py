@@ -1,5 +1,21 @@
 """Errors a user can act on: each says where, what was found and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """What is wrong with one setting, and what to do about it."""
+
+    setting: str  # its dotted path
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.found} -> {self.remedy}"
+
 
 class UpsError(Exception):
     """Base of every error this package raises on purpose."""
@@ -8,12 +24,12 @@ class UpsError(Exception):
 class ConfigError(UpsError, ValueError):
     """A configuration is invalid; lists every problem at once."""
 
-    def __init__(self, problems: list[str], where: str = "the configuration"):
-        self.problems = list(problems)
+    def __init__(self, problems: Iterable[Problem | str], where: str = "the configuration"):
+        self.problems = list(dict.fromkeys(problems))
         self.where = where
         noun = "problem" if len(self.problems) == 1 else "problems"
         lines = [f"{len(self.problems)} {noun} in {where}"]
-        super().__init__("\n  ".join(lines + self.problems))
+        super().__init__("\n  ".join([*lines, *map(str, self.problems)]))
 
 
 class DataError(UpsError, ValueError):

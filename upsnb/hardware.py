@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from upsnb.config import RunConfig
-from upsnb.errors import ConfigError
+from upsnb.config import RunConfig, setting
+from upsnb.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -53,80 +53,95 @@ def check_runnable(config: RunConfig, hardware: Hardware) -> None:
     Raises:
         ConfigError: every such setting at once, each with the remedy.
     """
-    found = problems(config, hardware)
-    if found:
+    if found := problems(config, hardware):
         raise ConfigError(found, "the configuration for this machine")
 
 
-def problems(config: RunConfig, hardware: Hardware) -> list[str]:
-    """What the machine or this version cannot do of a config, each with the remedy."""
-    sentences = []
-    training = config.training
-    device = resolve_device(config, hardware)
+def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
+    """What the machine or this version cannot do of a config."""
+    found = []
+    training, device = config.training, resolve_device(config, hardware)
+
+    def cannot(holds: bool, path: str, why: str, remedy: str) -> None:
+        if holds:
+            found.append(Problem(path, why, remedy))
+
     if device == "cuda" and hardware.device != "cuda":
-        sentences.append("training.device: cuda was asked for and there is no CUDA device -> set it to cpu or auto")
-    elif training.device != "cpu" and training.num_gpus > hardware.num_devices:
-        found = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
-        sentences.append(
-            f"training.num_gpus: {training.num_gpus} were asked for and this machine has {found} -> lower it, or set "
-            f"training.device: cpu to rehearse with {training.num_gpus} CPU processes"
-        )
-    if training.nccl_tuning and (device == "cpu" or training.num_gpus == 1):
-        ranks = "on the CPU" if device == "cpu" else "on a single device"
-        sentences.append(
-            f"training.nccl_tuning: NCCL speaks between CUDA devices and this run is {ranks} -> set it to false"
-        )
-    if device == "cpu" and training.compile and training.compile_mode == "reduce-overhead":
-        sentences.append(
-            "training.compile_mode: reduce-overhead records CUDA graphs and this run is on the CPU -> set it to default"
-        )
-    if device == "cpu" and training.cpu_offload_optimizer:
-        sentences.append(
-            "training.cpu_offload_optimizer: AdamW already steps in host memory, because this run is on the CPU -> set "
-            "it to false"
-        )
-    if device == "cpu" and training.tf32:
-        sentences.append(
-            "training.tf32: TensorFloat-32 is a format of CUDA's tensor cores and this run is on the CPU -> set it to "
-            "false"
-        )
-    sentences += _attention_problems(config, device, hardware)
-    sentences += [f"{path}: {sentence}" for path, sentence in _NOT_YET.items() if _is_on(config, path)]
-    return sentences
-
-
-def _attention_problems(config: RunConfig, device: str, hardware: Hardware) -> list[str]:
-    backend, training = config.operator.pdet.attention, config.training
-    if backend == "flex" and device == "cpu":
-        why = "FlexAttention has no backward pass on the CPU -> set it to sdpa or math"
-    elif backend == "efficient" and device == "cpu":
-        why = "the memory-efficient kernel is CUDA's and this run is on the CPU -> set it to sdpa or flash"
-    elif backend == "flash" and device == "cuda" and not (training.amp and training.amp_dtype != "float32"):
-        why = (
-            "flash attention on CUDA takes float16 or bfloat16 and this run computes in float32 -> set training.amp to "
-            "true with one of them, or choose efficient"
-        )
-    elif (
-        backend == "flash" and device == "cuda" and hardware.compute_capability and hardware.compute_capability < (8, 0)
-    ):
-        found = ".".join(map(str, hardware.compute_capability))
-        why = f"flash attention needs compute capability 8.0 and {hardware.device_name} has {found} -> choose efficient"
+        cannot(True, "training.device", "cuda was asked for and there is no CUDA device", "set it to cpu or auto")
     else:
-        return []
-    return [f"operator.pdet.attention: {backend} cannot run here: {why}"]
+        there = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
+        cannot(
+            training.device != "cpu" and training.num_gpus > hardware.num_devices,
+            "training.num_gpus",
+            f"{training.num_gpus} were asked for and this machine has {there}",
+            f"lower it, or set training.device: cpu to rehearse with {training.num_gpus} CPU processes",
+        )
+    ranks = "on the CPU" if device == "cpu" else "on a single device"
+    cannot(
+        training.nccl_tuning and (device == "cpu" or training.num_gpus == 1),
+        "training.nccl_tuning",
+        f"NCCL speaks between CUDA devices and this run is {ranks}",
+        "set it to false",
+    )
+    cannot(
+        device == "cpu" and training.compile and training.compile_mode == "reduce-overhead",
+        "training.compile_mode",
+        "reduce-overhead records CUDA graphs and this run is on the CPU",
+        "set it to default",
+    )
+    cannot(
+        device == "cpu" and training.cpu_offload_optimizer,
+        "training.cpu_offload_optimizer",
+        "AdamW already steps in host memory, because this run is on the CPU",
+        "set it to false",
+    )
+    cannot(
+        device == "cpu" and training.tf32,
+        "training.tf32",
+        "TensorFloat-32 is a format of CUDA's tensor cores and this run is on the CPU",
+        "set it to false",
+    )
+    backend, flash = config.operator.pdet.attention, config.operator.pdet.attention == "flash" and device == "cuda"
+    is_half, capability = training.amp and training.amp_dtype != "float32", hardware.compute_capability
+    cannot(
+        device == "cpu" and backend == "flex",
+        "operator.pdet.attention",
+        "FlexAttention has no backward pass on the CPU",
+        "set it to sdpa or math",
+    )
+    cannot(
+        device == "cpu" and backend == "efficient",
+        "operator.pdet.attention",
+        "the memory-efficient kernel is CUDA's and this run is on the CPU",
+        "set it to sdpa or flash",
+    )
+    cannot(
+        flash and not is_half,
+        "operator.pdet.attention",
+        "flash attention on CUDA takes float16 or bfloat16 and this run computes in float32",
+        "set training.amp to true with one of them, or choose efficient",
+    )
+    cannot(
+        flash and is_half and capability is not None and capability < (8, 0),
+        "operator.pdet.attention",
+        f"flash attention needs compute capability 8.0 and {hardware.device_name} has "
+        f"{'.'.join(map(str, capability or ()))}",
+        "choose efficient",
+    )
+    return found + _not_yet(config)
 
 
-_NOT_YET = {
-    "stages.diff_residual.epochs": "the diffusion stage is not in this version -> set it to 0",
-    "stages.consistency_distill.epochs": "the distillation stage is not in this version -> set it to 0",
-}
+_NOT_YET = ("diffusion.hidden_dim", "stages.diff_residual", "stages.consistency_distill")  # read by nothing so far
 
 
-def _is_on(config: RunConfig, path: str) -> bool:
-    value = config
-    for key in path.split("."):
-        value = getattr(value, key)
-    return bool(value)
+def _not_yet(config: RunConfig) -> list[Problem]:
+    """Settings of what this version does not have that are not as they come."""
+    default = RunConfig()
+    return [
+        Problem(path, "this version has no stage that reads it", "leave it out")
+        for path in _NOT_YET
+        if setting(config, path) != setting(default, path)
+    ]
 
 
 def _processor_name() -> str:

@@ -17,7 +17,7 @@ import yaml
 
 from upsnb import config as configs
 from upsnb.config import RunConfig, nearest_setting, setting_paths
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, Problem
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent")
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
@@ -64,9 +64,9 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
         elif path in sections and value is None and _may_be_empty(path):
             flat[path] = None
         elif path in sections:
-            problems.append(f"{path}: got {value!r} -> it is a section, write its settings below it")
+            problems.append(Problem(path, f"got {value!r}", "it is a section, write its settings below it"))
         else:
-            problems.append(f"{path}: unknown setting -> {nearest_setting(path)}")
+            problems.append(Problem(path, "unknown setting", nearest_setting(path)))
 
     def place(name: str, value) -> None:
         if name in known or name in sections or _inside_named(name):
@@ -76,9 +76,9 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
         if first or len(candidates) == 1:
             visit((first or candidates)[0], value)
         elif candidates:
-            problems.append(f"{name}: is ambiguous -> write one of {', '.join(sorted(candidates))}")
+            problems.append(Problem(name, "is ambiguous", f"write one of {', '.join(sorted(candidates))}"))
         else:
-            problems.append(f"{name}: unknown setting -> {nearest_setting(name)}")
+            problems.append(Problem(name, "unknown setting", nearest_setting(name)))
 
     for key, value in overlay.items():
         place(str(key), value)
@@ -118,7 +118,8 @@ def apply(base: RunConfig, flat: dict, where: str = "the overlay") -> RunConfig:
                 node[key] = {}
             node, default = (part.get(key) if isinstance(part, dict) else None for part in (node, default))
         if not isinstance(node, dict):
-            raise ConfigError([f"{path}: {'.'.join(parents)} holds a single value -> nothing can be below it"], where)
+            found = f"{'.'.join(parents)} holds a single value"
+            raise ConfigError([Problem(path, found, "nothing can be below it")], where)
         if flat[path] is not None or _may_be_empty(path):
             node[leaf] = copy.deepcopy(flat[path])
         elif isinstance(default, dict) and leaf in default and not _inside_named(path):
@@ -204,7 +205,7 @@ def from_notebook(variables: dict, own: tuple[str, ...] = ()) -> RunConfig:
     except ConfigError as error:
         problems += error.problems
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), where)
+        raise ConfigError(problems, where)
     return config
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from upsnb import hardware as machines
 from upsnb import overlays
 from upsnb.config import RunConfig, setting
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, Problem
 from upsnb.hardware import Hardware
 
 LOADER = (  # what the order, the size or the way of batches depends on
@@ -296,8 +296,8 @@ def is_cold(path: str) -> bool:
     return path.startswith(COLD) and not path.startswith(HOT)
 
 
-def unmet(phase: Phase, config: RunConfig, hardware: Hardware) -> list[str]:
-    """Why the phase cannot be switched on in a run of this config on this machine, in words; empty when it can."""
+def unmet(phase: Phase, config: RunConfig, hardware: Hardware) -> list[Problem]:
+    """Why the phase cannot be switched on in a run of this config on this machine; empty when it can."""
     try:
         on = overlays.apply(config, phase.on)
     except ConfigError as error:

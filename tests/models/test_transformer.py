@@ -80,4 +80,4 @@ def test_what_the_device_cannot_do_is_refused_with_the_reason(backend, machine, 
     problems = hardware.problems(config, machine)
     assert bool(problems) == bool(reason)
     if reason:
-        assert problems[0].startswith("operator.pdet.attention: ") and reason in problems[0] and " -> " in problems[0]
+        assert problems[0].setting == "operator.pdet.attention" and reason in problems[0].found and problems[0].remedy

@@ -159,4 +159,4 @@ def test_sharded_parameters_are_stepped_where_they_lie(without_gpu, tmp_path):
 def test_without_a_gpu_it_is_refused_with_the_reason():
     config = RunConfig.model_validate({"training": {"cpu_offload_optimizer": True, "device": "cpu"}})
     (problem,) = hardware.problems(config, hardware.detect())
-    assert problem.startswith("training.cpu_offload_optimizer: ") and "host memory" in problem
+    assert problem.setting == "training.cpu_offload_optimizer" and "host memory" in problem.found

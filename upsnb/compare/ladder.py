@@ -69,7 +69,7 @@ def plan(
     for phase in [phases.BY_NAME[name] for name in chosen] or PHASES:
         problems = phases.unmet(phase, off, machine)
         if problems:
-            skipped[phase.name] = "; ".join(problems)
+            skipped[phase.name] = "; ".join(map(str, problems))
         else:
             used.append(phase)
     entries = [Entry("alone", phase.name, overlays.apply(off, phase.on), BASELINE) for phase in used]

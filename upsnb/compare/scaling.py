@@ -83,7 +83,7 @@ def plan(
                     config = overlays.apply(reference, {**WRAPPERS[wrapper], **split_batch(reference, count, mode)})
                     hardware.check_runnable(config, machine)
                 except ConfigError as error:
-                    skipped[entry.name] = "; ".join(error.problems)
+                    skipped[entry.name] = "; ".join(map(str, error.problems))
                 else:
                     entries.append(Entry(count, wrapper, mode, config))
     return entries, reference, skipped, rehearsal

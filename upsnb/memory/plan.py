@@ -54,7 +54,7 @@ def variants(config: RunConfig) -> tuple[dict[str, RunConfig], dict[str, str]]:
         try:
             made[name] = overlays.apply(config, overlay)
         except ConfigError as error:
-            impossible[name] = "; ".join(error.problems)
+            impossible[name] = "; ".join(map(str, error.problems))
     return made, impossible
 
 
@@ -97,7 +97,7 @@ def _unmeasurable(config: RunConfig, predicted: Footprint) -> str:
         return "sharded over several ranks, and one measures"
     if predicted.gib > MEASURABLE * machine.device_memory_gib:
         return f"predicted to take more than {MEASURABLE:.0%} of this machine's {machine.device_memory_gib:.1f} GiB"
-    return "; ".join(hardware.problems(config, machine))
+    return "; ".join(map(str, hardware.problems(config, machine)))
 
 
 def _line(row: dict) -> str:

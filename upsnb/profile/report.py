@@ -225,7 +225,7 @@ def findings(report: Mapping, config: RunConfig, machine: Hardware) -> list[dict
             if not unmet and not phases.is_on(phase, config):
                 rows.append({"sentence": f"{sentence} -> {called}", "share": share, "phase": phase.name})
                 return
-            why = unmet[0].partition(": ")[2].partition(" -> ")[0] if unmet else "on already"
+            why = unmet[0].found if unmet else "on already"
             hindered.append(f"{called} ({why})")
         rows.append({"sentence": f"{sentence}; {', '.join(hindered)}", "share": share, "phase": None})
 

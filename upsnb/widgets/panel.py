@@ -255,7 +255,7 @@ class Panel:
                 self._said, self._awaited = "", (self.asking.flip(phase, on), what)
                 self._problems.clear()
             except ConfigError as error:
-                self._problems[phase.name] = "not sent: " + "; ".join(error.problems)
+                self._problems[phase.name] = "not sent: " + "; ".join(map(str, error.problems))
             self._shown_for = None  # the toggle shows what was clicked; now it shows what is
             self.refresh()
 
@@ -335,7 +335,7 @@ class Panel:
                 asked = "relaunching" if self.history.relaunching and not phase.hot else "requested"
                 state = f"{'on' if wanted else 'off'}, {asked}; now {state}"
             problem = self._problems.get(name) or (obstacle.sentence if obstacle else "")
-            whole = "; ".join(obstacle.problems) if obstacle else ""
+            whole = "; ".join(map(str, obstacle.problems)) if obstacle else ""
             toggle.value, toggle.disabled = wanted, not alive or bool(obstacle and obstacle.final)
             (toggle.add_class if wanted != is_on else toggle.remove_class)("ups-asked")
             self._cards[name].value = html.switch(phase, state, problem, whole)

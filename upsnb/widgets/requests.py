@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from upsnb import hardware as machines
 from upsnb import overlays, phases
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, Problem
 from upsnb.phases import Phase
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
@@ -24,17 +23,14 @@ class Obstacle:
     """Why a phase cannot be switched on."""
 
     kind: str
-    problems: list[str]  # whole: setting, what is wrong, remedy
+    problems: list[Problem]
     final: bool  # it is the machine's; otherwise changing other settings clears the way
 
     @property
     def sentence(self) -> str:
         """The first problem without its setting and remedy: `cannot run here: no backward pass on the CPU`."""
-        said = self.problems[0].partition(" -> ")[0]
-        for heading in (r"^[\w.]+: ", r"^\S+ cannot run here: "):
-            said = re.sub(heading, "", said)
         more = len(self.problems) - 1
-        return f"{self.kind}: {said}" + (f" (and {more} more)" if more else "")
+        return f"{self.kind}: {self.problems[0].found}" + (f" (and {more} more)" if more else "")
 
 
 class PanelRequests:
