@@ -1,0 +1,97 @@
+"""A family is one row and one generator: nothing else has to know its name."""
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from upsnb import overlays
+from upsnb.config import RunConfig
+from upsnb.data import datasets
+from upsnb.data.families import FAMILIES
+from upsnb.data.layouts import Family
+from upsnb.errors import ConfigError
+from upsnb.models import surrogate
+from upsnb.report.figures import RunFigures, data_samples
+from upsnb.runs.handle import Run
+
+
+def generate_heat(path, num_samples, diffusivity, resolution=32, num_times=11, seed=0, progress=None) -> Path:
+    """Exact solutions of u_t = D u_xx with period 1."""
+    x, t = (np.arange(resolution) + 0.5) / resolution, np.arange(num_times + 1) / (num_times - 1)
+    draws = np.random.default_rng(seed)
+    waves, phases = draws.integers(1, 4, (num_samples, 1, 1)), draws.uniform(0, 2 * np.pi, (num_samples, 1, 1))
+    decay = np.exp(-diffusivity * (2 * np.pi * waves) ** 2 * t[None, :-1, None])
+    with h5py.File(path, "w") as file:
+        file.attrs["D"] = diffusivity
+        file["t-coordinate"], file["x-coordinate"] = t.astype(np.float32), x.astype(np.float32)
+        file["tensor"] = (1 + decay * np.sin(2 * np.pi * waves * x + phases)).astype(np.float32)
+    return path
+
+
+HEAT = Family(
+    name="heat1d",
+    title="1D heat",
+    layout="single_array",
+    num_dims=1,
+    input_channels=("u",),
+    output_channels=("u",),
+    input_keys=("tensor",),
+    output_keys=("tensor",),
+    time_dependent=True,
+    periodic=(True,),
+    domain=((0.0, 1.0),),
+    time_range=(0.0, 1.0),
+    parameter_names=("D",),
+    given_frames=2,
+    pdebench_test_side="first",
+    generate=generate_heat,
+    file_stem="1D_Heat_Sols",
+    priors=("conservation",),
+)
+
+
+@pytest.fixture
+def heat_config(monkeypatch, tiny_config, tmp_path):
+    monkeypatch.setitem(FAMILIES, "heat1d", HEAT)
+
+    def make(**overlay) -> RunConfig:
+        generate = {"num_samples": 20, "resolution": 32, "num_times": 11, "parameter": 0.01}
+        heat = {"family": "heat1d", "input_frames": 2, "output_frames": 2, "generate": generate}
+        changes = {"data.datasets": {"heat": heat}, "data.root": str(tmp_path / "data"), **overlay}
+        return overlays.resolve(changes, base=tiny_config(("advection",)))
+
+    return make
+
+
+def test_a_row_and_a_generator_are_a_family(heat_config, train_here, tmp_path):
+    config = heat_config(**{"training.lambda_conservation": 0.1})
+    events = train_here(config, tmp_path / "run")
+    assert events[-1]["kind"] == "end"
+    assert "conservation" in next(event for event in events if event["kind"] == "step")["losses"]
+    assert [path.name for path in (tmp_path / "data" / "generated").iterdir()] == [
+        "1D_Heat_Sols_D0.01_n20_x32_t11_seed0.hdf5"
+    ]
+    assert data_samples(datasets.open_dataset("heat", config, tmp_path / "data")).axes
+    assert RunFigures.of(Run.attach(tmp_path / "run")).prediction("heat").axes
+
+
+def test_its_memory_is_predicted_before_there_is_data(heat_config, tmp_path):
+    config = heat_config()
+    (outline,) = datasets.outlines(config, tmp_path).values()
+    assert outline.spec.grid_shape == (32,) and outline.num_bytes == 4 * 20 * 11 * 32
+    assert surrogate.build(config, {"heat": outline.spec}).specs["heat"].family == "heat1d"
+
+
+@pytest.mark.parametrize(
+    ("overlay", "problem"),
+    [
+        ({"training.lambda_positivity": 0.1}, "training.lambda_positivity: acts on darcy2d only"),
+        ({"data.datasets.heat.augment": True}, "data.datasets.heat.augment: no symmetry of heat1d is known"),
+        ({"data.datasets.heat.family": "heat2d"}, "choose 'advection1d' or 'darcy2d' or 'heat1d'"),
+    ],
+)
+def test_what_its_row_does_not_have_is_refused(heat_config, overlay, problem):
+    with pytest.raises(ConfigError, match=problem):
+        heat_config(**overlay)
