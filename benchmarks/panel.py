@@ -20,9 +20,9 @@ import numpy as np
 
 from upsnb import hardware, overlays
 from upsnb.runs import events, handle, runfolder
+from upsnb.runs.throughput import throughput_ratio
 from upsnb.widgets import charts
 from upsnb.widgets.panel import Panel
-from upsnb.worker.flips import throughput_ratio
 
 NUM_STEPS, NUM_REDRAWS, TURN_S = 100_000, 200, 5.0
 FULLEST = 76_800  # steps that make 300 buckets of 256: the most a curve ever has
@@ -103,12 +103,11 @@ def slowing(folder: Path, seconds: float) -> dict:
     for step in run.events(("step",)):
         since, followed = max(turn for turn in turns if turn[0] <= step["time"])
         if step["steady"] and since + 0.5 < step["time"]:
-            step_s = step["step_time_ms"] / 1e3
-            sides[followed].append((step["samples_per_s"] * step_s, step_s))
-    ratio, interval = throughput_ratio(sides[False], sides[True], 1)
+            sides[followed].append(step["samples_per_s"])
+    found = throughput_ratio(sides[True], sides[False])
     return {
-        "throughput_with_over_without": ratio,
-        "ci95": interval,
+        "throughput_with_over_without": found["median"],
+        "ci95": found["ci95"],
         "num_steps": [len(sides[k]) for k in (False, True)],
     }
 

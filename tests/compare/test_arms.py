@@ -8,7 +8,7 @@ import pytest
 from upsnb import overlays
 from upsnb.compare import arms as compare
 from upsnb.compare import figures, verdict
-from upsnb.compare.turns import Block, throughput_ratio
+from upsnb.compare.turns import Block, ratio_of_turns
 from upsnb.compare.verdict import NOISE
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
@@ -57,7 +57,7 @@ def test_an_isolated_phase_keeps_batch_accumulation_and_learning_rate():
 
 def test_drift_that_hits_both_arms_leaves_the_ratio_alone():
     drift = np.linspace(1.0, 0.4, 12)
-    found = throughput_ratio(blocks({"a": list(10 * drift), "b": list(30 * drift)}), "b", "a")
+    found = ratio_of_turns(blocks({"a": list(10 * drift), "b": list(30 * drift)}), "b", "a")
     assert found["median"] == pytest.approx(3.0)
     assert found["ci95"] == pytest.approx([3.0, 3.0])
 
@@ -67,16 +67,16 @@ def test_equal_arms_have_an_interval_around_one_and_noise_widens_it():
     widths = []
     for noise in (0.01, 0.1):
         rates = {arm: list(10 * draw.normal(1, noise, 30)) for arm in ("a", NOISE)}
-        low, high = throughput_ratio(blocks(rates), NOISE, "a")["ci95"]
+        low, high = ratio_of_turns(blocks(rates), NOISE, "a")["ci95"]
         assert low < 1 < high
         widths.append(high - low)
     assert widths[0] < widths[1]
 
 
 def test_rounds_in_which_one_arm_had_no_turn_do_not_count():
-    found = throughput_ratio(blocks({"a": [1.0, 1.0], "b": [2.0, 2.0, 50.0]}), "b", "a")
+    found = ratio_of_turns(blocks({"a": [1.0, 1.0], "b": [2.0, 2.0, 50.0]}), "b", "a")
     assert found["num_rounds"] == 2 and found["median"] == 2.0
-    assert throughput_ratio(blocks({"a": [1.0]}), "b", "a")["median"] is None
+    assert ratio_of_turns(blocks({"a": [1.0]}), "b", "a")["median"] is None
 
 
 def test_time_to_quality_is_the_first_validation_that_reaches_it():

@@ -11,17 +11,19 @@ from upsnb.runs import handle, runfolder
 from upsnb.runs.postmortem import Ending
 from upsnb.runs.runfolder import Launch
 from upsnb.runs.supervisor import Supervisor
+from upsnb.runs.throughput import throughput_ratio
 from upsnb.training.parallel import Ranks
 from upsnb.worker import flips, loop
-from upsnb.worker.flips import Flips, steady_steps_before, throughput_ratio
+from upsnb.worker.flips import Flips, rates, steady_steps_before
 
 
 def test_an_effect_of_two_is_found_and_its_interval_holds_it():
     draws = np.random.default_rng(0)
     before = [(8.0, 0.1 * noise) for noise in draws.uniform(0.9, 1.1, 40)]
     after = [(8.0, 0.05 * noise) for noise in draws.uniform(0.9, 1.1, 40)]
-    ratio, (low, high) = throughput_ratio(before, after, cycle=2)
-    assert low < ratio < high
+    found = throughput_ratio(rates(after, cycle=2), rates(before, cycle=2))
+    low, high = found["ci95"]
+    assert low < found["median"] < high
     assert low < 2.0 < high
 
 

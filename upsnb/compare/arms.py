@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from upsnb import hardware, overlays, phases
-from upsnb.compare.turns import Block, Turns, interleave, throughput_ratio
+from upsnb.compare.turns import Block, Turns, interleave, ratio_of_turns
 from upsnb.compare.verdict import NOISE, compare_arms
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
@@ -142,5 +142,5 @@ def compare_report(folder: Path | str, criteria: dict | None = None, price_per_h
     record = json.loads((folder / ARMS).read_text())
     runs = {name: [Run.attach(folder / path) for path in paths] for name, paths in record["runs"].items()}
     blocks, (first, *_) = [Block(**block) for block in record["blocks"]], record["names"]
-    ratios = {name: throughput_ratio(blocks, name, first) for name in runs} if blocks else None
+    ratios = {name: ratio_of_turns(blocks, name, first) for name in runs} if blocks else None
     return compare_arms(runs, ratios, folder, criteria, price_per_hour)

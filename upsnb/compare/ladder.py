@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from upsnb import hardware, overlays, phases
-from upsnb.compare.turns import Turns, interleave, throughput_ratio
+from upsnb.compare.turns import Turns, interleave, ratio_of_turns
 from upsnb.compare.verdict import CRITERIA, score
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
@@ -175,7 +175,7 @@ class Measurements:
         except RunError as error:
             return {**row, "ratio": {"median": None, "ci95": [None, None], "num_rounds": 0}, "failed": str(error)}
         blocks = interleave({"reference": against, "entry": turns}, 0, self.block_s, lambda text: None, self.rounds)
-        row["ratio"] = throughput_ratio(
+        row["ratio"] = ratio_of_turns(
             blocks, *(("reference", "entry") if entry.against == FULL else ("entry", "reference"))
         )
         row["memory_gib"], row["reference_memory_gib"] = turns.peak_memory_gib, against.peak_memory_gib

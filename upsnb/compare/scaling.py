@@ -9,7 +9,7 @@ from pathlib import Path
 
 from upsnb import hardware, overlays
 from upsnb.compare.ladder import ENDLESS
-from upsnb.compare.turns import Turns, interleave, throughput_ratio
+from upsnb.compare.turns import Turns, interleave, ratio_of_turns
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.hardware import Hardware
@@ -177,7 +177,7 @@ def _row(entry: Entry, one: Turns, folder: Path, block_s: float, rounds: int) ->
     try:
         turns = Turns.start(overlays.apply(entry.config, SHORT), folder / "runs" / entry.name)
         blocks = interleave({"one": one, "entry": turns}, 0, block_s, lambda text: None, rounds)
-        row["ratio"] = throughput_ratio(blocks, "entry", "one")
+        row["ratio"] = ratio_of_turns(blocks, "entry", "one")
         turns.run.resume()
         profiling.take(turns.run)
         turns.end()

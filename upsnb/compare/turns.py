@@ -13,10 +13,10 @@ from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import Run
+from upsnb.runs.throughput import throughput_ratio
 
 POLL_S = 0.05
 SECONDS_TO_OBEY = 900.0  # until a pause or a launch is acknowledged: a step that compiles may take that long
-NUM_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,14 @@ def interleave(
     return blocks
 
 
-def throughput_ratio(blocks: list[Block], arm: str, reference: str) -> dict:
-    """Samples per second of `arm` over those of `reference`: median over rounds in which both had a turn.
+def ratio_of_turns(blocks: list[Block], arm: str, reference: str) -> dict:
+    """Throughput of `arm` over that of `reference`: the median over rounds in which both had a turn.
 
     Returns:
-        {"median", "ci95": [low, high], "num_rounds"}; the interval by bootstrap over rounds; None where there is none.
+        {"median", "ci95": [low, high], "num_rounds"}; None where there is none.
     """
     rates: dict[tuple[int, int], dict[str, float]] = {}
     for block in blocks:
         rates.setdefault((block.seed, block.round), {})[block.arm] = block.samples / block.seconds
-    ratios = np.array([rate[arm] / rate[reference] for rate in rates.values() if {arm, reference} <= rate.keys()])
-    if not len(ratios):
-        return {"median": None, "ci95": [None, None], "num_rounds": 0}
-    draws = np.random.default_rng(0).choice(ratios, (NUM_RESAMPLES, len(ratios)))
-    interval = np.quantile(np.median(draws, axis=1), [0.025, 0.975]) if len(ratios) > 1 else [None, None]
-    return {"median": float(np.median(ratios)), "ci95": [x and float(x) for x in interval], "num_rounds": len(ratios)}
+    both = [(rate[arm], rate[reference]) for rate in rates.values() if {arm, reference} <= rate.keys()]
+    return {**throughput_ratio(*np.reshape(both, (-1, 2)).T, paired=True), "num_rounds": len(both)}

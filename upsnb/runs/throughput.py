@@ -1,13 +1,46 @@
-"""How fast a run is while steady: the one definition that reports, tables and figures use."""
+"""How fast a run is while steady, and against another: the definitions that reports, tables and figures use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 WINDOW_S = 0.999  # of steady steps whose mean rate is one observation; ten of 0.1 s add up to less than 1
 NUM_RESAMPLES = 2000
+
+
+def median_with_interval(values: Sequence[float], over: Sequence[float] | None = None) -> dict:
+    """Median of values, or that median over another's, with a bootstrap 95 % interval by percentiles.
+
+    The draws have a seed: the same values give the same interval.
+
+    Returns:
+        {"median", "ci95": [low, high]}; None where there is none: no median of nothing, no interval of a single value.
+    """
+    samples = [np.asarray(sample, float) for sample in (values, over) if sample is not None]
+    fewest = min(map(len, samples))
+
+    def median(*drawn: np.ndarray, axis: int = -1) -> np.ndarray:
+        first, *second = (np.median(sample, axis=axis) for sample in drawn)
+        return first / second[0] if second else first
+
+    interval = [None, None]
+    if fewest > 1:
+        from scipy import stats  # takes a second or two to load
+
+        drawn = stats.bootstrap(samples, median, n_resamples=NUM_RESAMPLES, method="percentile", random_state=0)
+        interval = [float(end) for end in drawn.confidence_interval]
+    return {"median": float(median(*samples)) if fewest else None, "ci95": interval}
+
+
+def throughput_ratio(rates: Sequence[float], reference: Sequence[float], paired: bool = False) -> dict:
+    """Throughput over another, both in samples per second, as `median_with_interval` gives it.
+
+    Args:
+        paired: each rate has its partner, measured next to it: what slowed the machine down then slowed both.
+    """
+    return median_with_interval(np.divide(rates, reference)) if paired else median_with_interval(rates, reference)
 
 
 def samples_seen(steps: Iterable[dict]) -> float:
@@ -43,10 +76,4 @@ def steady_throughput(events: Iterable[dict]) -> dict:
         if seconds >= WINDOW_S and count >= len(names):
             rates.append(samples / seconds)
             samples, seconds, count = 0.0, 0.0, 0
-    if not rates:
-        return {"median": None, "ci95": [None, None], "num_windows": 0}
-    interval = [None, None]
-    if len(rates) > 1:
-        draws = np.random.default_rng(0).choice(rates, (NUM_RESAMPLES, len(rates)))
-        interval = np.quantile(np.median(draws, axis=1), [0.025, 0.975]).tolist()
-    return {"median": float(np.median(rates)), "ci95": interval, "num_windows": len(rates)}
+    return {**median_with_interval(rates), "num_windows": len(rates)}

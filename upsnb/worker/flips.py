@@ -7,6 +7,7 @@ answered by one `flip` event, its own or that of a later revision asked for befo
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import deque
 from pathlib import Path
@@ -21,13 +22,13 @@ from upsnb.phases import PHASES, is_on, skip_missing
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.runs.runfolder import Launch
+from upsnb.runs.throughput import throughput_ratio
 from upsnb.training import parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, cold_changes
 from upsnb.training.timing import peak_memory_gib
 
 WINDOW_STEPS = 40  # steady steps on either side of a flip that its effect is measured from
-NUM_RESAMPLES = 2000
 NOTHING, CHANGED, RELAUNCH = "nothing", "changed", "relaunch"  # what `Flips.apply` found to do
 
 
@@ -145,6 +146,7 @@ class Flips:
             if memory_before is not None:  # a cold flip knows it from the launch before
                 self.memory_before = memory_before
                 self._forget_peak()
+            importlib.import_module("scipy.stats")  # for the effect; loading it later would slow a steady step down
 
     def _overlay(self, config: RunConfig) -> dict:
         return overlays.difference(self.base, config)
@@ -174,15 +176,16 @@ class Flips:
         self.after.append(pair)
         if len(self.after) < WINDOW_STEPS:
             return
-        if len(self.before) >= WINDOW_STEPS // 2:
-            ratio, interval = throughput_ratio(list(self.before), self.after, len(self.setup.datasets))
+        cycle = len(self.setup.datasets)
+        if len(self.before) >= max(WINDOW_STEPS // 2, 2 * cycle):  # of one turn there is no interval
+            effect = throughput_ratio(rates(self.after, cycle), rates(list(self.before), cycle))
             self.events.write(
                 "flip_effect",
                 step,
                 **self.flipped,
                 of="samples_per_s",
-                ratio=ratio,
-                ci95=interval,
+                ratio=round(effect["median"], 4),
+                ci95=[round(end, 4) for end in effect["ci95"]],
                 num_steps=[len(self.before), len(self.after)],
                 memory_gib=[round(self.memory_before, 4), round(peak_memory_gib(self.ranks.device), 4)],
             )
@@ -215,19 +218,12 @@ def steady_steps_before(events: list[dict]) -> list[dict]:
     return launches[-2] if len(launches) > 1 else []
 
 
-def throughput_ratio(before: list[tuple], after: list[tuple], cycle: int) -> tuple[float, list[float]]:
-    """Median rate after over median rate before, with a bootstrap 95 % interval.
+def rates(steps: list[tuple], cycle: int) -> np.ndarray:
+    """Samples per second of whole turns of all datasets, because datasets cost differently.
 
     Args:
-        before, after: (samples, seconds) of steps.
-        cycle: steps in a turn of all datasets; rates are of whole turns, because datasets cost differently.
+        steps: (samples, seconds) of each.
+        cycle: steps in a turn.
     """
-
-    def rates(steps: list[tuple]) -> np.ndarray:
-        whole = np.array(steps[: len(steps) // cycle * cycle]).reshape(-1, cycle, 2).sum(axis=1)
-        return whole[:, 0] / whole[:, 1]
-
-    draw, sides = np.random.default_rng(0), [rates(before), rates(after)]
-    medians = [np.median(draw.choice(side, (NUM_RESAMPLES, len(side))), axis=1) for side in sides]
-    interval = np.quantile(medians[1] / medians[0], [0.025, 0.975])
-    return round(float(np.median(sides[1]) / np.median(sides[0])), 4), [round(float(x), 4) for x in interval]
+    whole = np.array(steps[: len(steps) // cycle * cycle]).reshape(-1, cycle, 2).sum(axis=1)
+    return whole[:, 0] / whole[:, 1]
