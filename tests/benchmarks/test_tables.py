@@ -9,7 +9,9 @@ import readme
 
 from upsnb import hardware, overlays
 from upsnb.compare import ladder, scaling, verdict
-from upsnb.compare.turns import Block
+from upsnb.compare import turns as shared
+from upsnb.compare.turns import Block, Turns
+from upsnb.errors import RunError
 from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
 from upsnb.profile import flops, recorder
@@ -27,7 +29,10 @@ class Waiting:
         self.run, self.events = SimpleNamespace(folder=folder, resume=lambda: None), []
         self.peak_memory_gib = 1.0
         if folder.name == "alone-data_loading":
-            raise ladder.RunError("workers: would not start -> look at the log\nand more")
+            raise RunError("workers: would not start -> look at the log\nand more")
+
+    def is_alive(self):
+        return True
 
     def end(self):
         pass
@@ -35,16 +40,17 @@ class Waiting:
 
 def turns(arms, seed, block_s, say, rounds):
     """Blocks of the two, one second each, whose rates are those of RATES with a little noise."""
-    first, second = arms
-    rate = RATES.get(arms[second].run.folder.name.rpartition("-")[2], 1.0)
-    return [Block(arm, 0, k, (1 if arm == first else rate) * (1 + 0.01 * (k % 2)), 1) for k in range(4) for arm in arms]
+    kind, _, name = arms["it"].run.folder.name.partition("-")
+    rate = RATES.get(name, 1.0) ** (-1 if kind == "leave_one_out" else 1)
+    rates = {"it": rate, "reference": 1.0}
+    return [Block(arm, 0, k, rates[arm] * (1 + 0.01 * (k % 2)), 1) for k in range(4) for arm in arms]
 
 
 @pytest.fixture
 def phases_report(monkeypatch, tmp_path):
     """What 04_phases writes on a laptop where compile gains, bf16 loses and the loader does not start."""
-    monkeypatch.setattr(ladder, "Turns", SimpleNamespace(start=Waiting))
-    monkeypatch.setattr(ladder, "interleave", turns)
+    monkeypatch.setattr(Turns, "start", Waiting)
+    monkeypatch.setattr(shared, "interleave", turns)
     monkeypatch.setattr(hardware, "detect", lambda: LAPTOP)
     base = overlays.resolve({"training.device": "cpu"})
     chosen = [phase.name for phase in PHASES if phase.name != "fsdp2"]
@@ -73,8 +79,8 @@ def profile(tiny_config, train_here, monkeypatch, tmp_path):
 @pytest.fixture
 def scaling_report(profile, monkeypatch, tmp_path):
     """What 05_scaling writes on a laptop, which can only rehearse: one row measured, one left out."""
-    monkeypatch.setattr(scaling, "Turns", SimpleNamespace(start=Waiting))
-    monkeypatch.setattr(scaling, "interleave", turns)
+    monkeypatch.setattr(Turns, "start", Waiting)
+    monkeypatch.setattr(shared, "interleave", turns)
     monkeypatch.setattr(profiling, "take", lambda run: None)
     records = profiling.read(profile.folder, 1)
     monkeypatch.setattr(profiling, "read", lambda folder, num_ranks: num_ranks * records)

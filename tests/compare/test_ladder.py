@@ -86,6 +86,30 @@ def test_the_fastest_set_that_keeps_its_promises_is_recommended():
     assert "accuracy" in chosen["basis"]
 
 
+def test_no_set_keeps_a_phase_that_the_full_set_is_faster_without():
+    rows = [
+        row("alone", "compile", 1.2),
+        row("alone", "activation_checkpointing", 1.3),
+        row("ladder", "compile", 1.2),
+        row("ladder", "activation_checkpointing", 1.5),
+        row("ladder", "bf16", 2.0),
+        row("leave_one_out", "compile", 1.3),
+        row("leave_one_out", "activation_checkpointing", 0.85),
+        row("leave_one_out", "bf16", 1.0),  # cannot be told from 1
+        row("set", ladder.LESS, 1.9),
+        row("set", ladder.GAINING, 1.25),
+    ]
+    chosen = ladder.recommend(rows, {"memory_gib": 50.0, "nrmse_ratio": 1.03})
+    assert chosen["phase"] == ladder.LESS and ladder.members(rows[-2], rows) == ["compile", "bf16"]
+    assert chosen["refused"].keys() == {"ladder: bf16"}
+    assert "activation_checkpointing (0.85 [0.82, 0.88], slower)" in chosen["refused"]["ladder: bf16"]
+    others = ladder.recommend([one for one in rows if one["phase"] != ladder.LESS], ladder.CRITERIA)
+    assert others["phase"] == ladder.GAINING and ladder.members(rows[-1], rows) == ["compile"]
+    refused = {"ladder: bf16", "ladder: activation_checkpointing", "alone: activation_checkpointing"}
+    assert others["refused"].keys() == refused
+    assert all("costs the full set" in why for why in others["refused"].values())
+
+
 def test_nothing_is_recommended_that_noise_could_explain():
     rows = [row("alone", "compile", 1.02), row("alone", "bf16", 0.8)]
     chosen = ladder.recommend(rows, {"memory_gib": 50.0, "nrmse_ratio": 1.03})
@@ -124,19 +148,19 @@ def test_the_summary_has_promise_beside_measurement_and_the_reason_where_there_i
         row("set", ladder.GAINING, 1.6, promised=None),
     )
     said = ladder.summary(report).splitlines()
-    assert said[0].startswith("recommended here: set: phases that gain alone, measured 1.6 [1.55, 1.65] (throughput")
+    assert said[0].startswith("Recommended: compile, 1.60 [1.55, 1.65] times the baseline; rests on throughput")
     assert said[1:] == [
-        "alone: compile: promised 1.36, measured 1.5 [1.46, 1.54]",
+        "alone: compile: promised 1.36, 1.50 [1.46, 1.54]",
         "added in order: bf16: promised 1.2, failed: RunError: it broke",
-        "what it adds to the full set: compile: measured 1.1 [1.07, 1.13]",
-        "set: phases that gain alone: measured 1.6 [1.55, 1.65]",
+        "what it adds to the full set: compile: 1.10 [1.07, 1.13]",
+        "set: phases that gain alone: 1.60 [1.55, 1.65]",
         "fused is left out: needs CUDA",
     ]
 
 
 def test_the_summary_recommends_nothing_where_nothing_gained():
     said = ladder.summary(made_up_report(row("alone", "compile", 0.9), row("alone", "bf16", None)))
-    assert "recommended here: nothing (nothing beat the baseline)" in said
+    assert "Recommended: the baseline, because nothing beat the baseline." in said
     assert "bf16: promised 1.2, no steady step in its turns" in said and "None" not in said
 
 
@@ -146,6 +170,7 @@ def test_failed_and_skipped_phases_stand_in_table_and_figure_with_the_reason():
         "ladder": [row("ladder", "compile", 0.8)],
         "leave_one_out": [],
         "sets": [],
+        "baseline": {"memory_gib": 1.0},
         "skipped": {"fused": "needs CUDA"},
     }
     text = ladder_figures.table(report).to_string()

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from upsnb.compare.arms import ARMS
-from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, SIGNS, of_equal_arms, score
-from upsnb.report.file import number
+from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, SIGNS, errors, of_equal_arms, quality_speedup, score
+from upsnb.report.file import factor, number
 from upsnb.report.style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import FIGURES, REPORT
@@ -79,9 +79,9 @@ def quality(curves: Mapping[str, Sequence[tuple]], *, target: float | None = Non
     figure = empty_figure(7.2, 2.9, title)
     axes = figure.subplots(1, 2, sharey=True)
     for name, runs in curves.items():
-        for seed, (times, samples, errors) in enumerate(runs):
+        for seed, (times, samples, nrmse) in enumerate(runs):
             for ax, x in zip(axes, (times, samples)):
-                ax.plot(x, errors, "-o", ms=3, lw=1.2, color=colour[name], label=name if seed == 0 else None)
+                ax.plot(x, nrmse, "-o", ms=3, lw=1.2, color=colour[name], label=name if seed == 0 else None)
     for ax in axes:
         ax.set_yscale("log")
         if target is not None:
@@ -179,10 +179,13 @@ def arms_table(report: dict) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def verdict_table(report: dict) -> pd.DataFrame:
-    """Each criterion, what it asks for, what was measured, what two equal arms come out at, and whether it holds."""
+def table(report: dict) -> pd.DataFrame:
+    """Each criterion, what it asks for, what was measured, what two equal arms come out at, and whether it holds.
+
+    Below them, what they rest on: throughput with its interval, errors by dataset, the time to the baseline's quality.
+    """
     equal = of_equal_arms(report)
-    return pd.DataFrame(
+    rows = [
         {
             "criterion": item["name"],
             "required": f"{SIGNS[item['name']]} {number(item['required'])}",
@@ -191,4 +194,11 @@ def verdict_table(report: dict) -> pd.DataFrame:
             "holds": "yes" if item["passed"] else "no",
         }
         for item in report["criteria"]
-    )
+    ]
+    others = {"throughput over the baseline's": factor(report["speedup"])}
+    others |= {f"nRMSE over the baseline's, {name}": text for name, text in errors(report).items()}
+    others |= {"time to the baseline's quality": quality_speedup(report), "verdict": report["verdict"]}
+    rows += [{"criterion": name, "measured": text} for name, text in others.items()]
+    if report["aa_ratio"]:
+        rows[len(report["criteria"])]["two equal arms"] = factor(report["aa_ratio"])
+    return pd.DataFrame(rows).fillna("-")

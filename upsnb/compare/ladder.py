@@ -14,28 +14,23 @@ from pathlib import Path
 import yaml
 
 from upsnb import hardware, overlays, phases
-from upsnb.compare.turns import Turns, interleave, ratio_of_turns
+from upsnb.compare.turns import ENDLESS, Turns, measure_beside
 from upsnb.compare.verdict import CRITERIA, score
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError, RunError
+from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
-from upsnb.report.file import finish, number
+from upsnb.report.file import factor, finish, number
 from upsnb.runs import handle
 
 FORMAT, KIND = 1, "phases"
-BASELINE, FULL, GAINING = "baseline", "full set", "phases that gain alone"
+BASELINE, FULL = "baseline", "full set"
+GAINING, LESS = "phases that gain alone", "full set without what costs"
+KINDS = {"alone": "alone", "ladder": "ladder", "leave_one_out": "leave_one_out", "sets": "set"}  # key: kind of its rows
 TITLES = {"alone": "alone", "ladder": "added in order", "leave_one_out": "what it adds to the full set"}
 PARAMETERS = (  # of the notebook, beside the sections
     *("chosen", "block_s", "rounds", "quality_epochs", "criteria", "recommended_file"),
 )
-ENDLESS = {  # a run that only gives throughput: nothing but steps, until it is stopped
-    "stages.operator.epochs": 1_000_000,
-    "training.time_limit_s": None,
-    "training.patience": None,
-    "evaluation.every_epochs": 1_000_000,
-    "checkpoint.interval": 1_000_000,
-}
 
 
 @dataclass(frozen=True)
@@ -104,33 +99,31 @@ def measure(
     """
     folder, machine = Path(folder).absolute(), hardware.detect()
     entries, off, skipped = plan(base, machine, chosen)
+    left_out = [entry for entry in entries if entry.kind == "leave_one_out"]
     measured = Measurements(folder, block_s, rounds, quality_epochs, log)
     try:
         measured.reference(BASELINE, off)
         rows = [measured.row(entry) for entry in entries if entry.kind != "leave_one_out"]
-        ladder = [row for row in rows if row["kind"] == "ladder" and "failed" not in row]
-        left_out = [entry for entry in entries if entry.kind == "leave_one_out"]
-        if left_out and ladder:
-            full = next(entry for entry in reversed(entries) if entry.kind == "ladder")
-            measured.reference(FULL, full.config)
+        if left_out and any(row["kind"] == "ladder" and "failed" not in row for row in rows):
+            full = next(entry.config for entry in reversed(entries) if entry.kind == "ladder")
+            measured.reference(FULL, full)
             rows += [measured.row(entry) for entry in left_out]
-        gaining = [row["phase"] for row in rows if row["kind"] == "alone" and (row["ratio"]["ci95"][0] or 0) > 1]
-        if gaining:
-            together = off
-            for name in gaining:
-                together = overlays.apply(together, phases.BY_NAME[name].on)
+            for name in costly(rows):
+                full = _without(full, phases.BY_NAME[name], off)
+            if costly(rows):
+                rows.append(measured.row(Entry("set", LESS, full, BASELINE)))
+        together = off
+        for name in gaining(rows):
+            together = overlays.apply(together, phases.BY_NAME[name].on)
+        if together != off:
             rows.append(measured.row(Entry("set", GAINING, together, BASELINE)))
     finally:
         measured.close()
-    baseline = measured.results[BASELINE]
     report = {
         "format": FORMAT,
         "kind": KIND,
-        "baseline": baseline,
-        "alone": [row for row in rows if row["kind"] == "alone"],
-        "ladder": [row for row in rows if row["kind"] == "ladder"],
-        "leave_one_out": [row for row in rows if row["kind"] == "leave_one_out"],
-        "sets": [row for row in rows if row["kind"] == "set"],
+        "baseline": measured.results[BASELINE],
+        **{key: [row for row in rows if row["kind"] == kind] for key, kind in KINDS.items()},
         "skipped": skipped,
         "recommended": recommend(rows, {**CRITERIA, **(criteria or {})}),
         "settings": overlays.difference(RunConfig(), off),
@@ -159,9 +152,8 @@ class Measurements:
         """Throughput, memory and accuracy of one entry beside its reference's; or why it failed."""
         name = f"{entry.kind}-{entry.phase}".replace(" ", "-")
         self.log(f"{entry.kind}: {entry.phase}")
-        against, reference_config = self.references[entry.against]
-        phase = phases.BY_NAME.get(entry.phase)
-        promised = phase.expected if phase else None
+        (reference, reference_config), against = self.references[entry.against], self.results[entry.against]
+        promised = getattr(phases.BY_NAME.get(entry.phase), "expected", None)
         row = {
             "kind": entry.kind,
             "phase": entry.phase,
@@ -170,20 +162,13 @@ class Measurements:
             "source": promised and promised.source,
             "changes": overlays.difference(reference_config, entry.config),
         }
-        try:
-            turns = Turns.start(overlays.apply(entry.config, ENDLESS), self.folder / "runs" / name)
-        except RunError as error:
-            return {**row, "ratio": {"median": None, "ci95": [None, None], "num_rounds": 0}, "failed": str(error)}
-        blocks = interleave({"reference": against, "entry": turns}, 0, self.block_s, lambda text: None, self.rounds)
-        row["ratio"] = ratio_of_turns(
-            blocks, *(("reference", "entry") if entry.against == FULL else ("entry", "reference"))
-        )
-        row["memory_gib"], row["reference_memory_gib"] = turns.peak_memory_gib, against.peak_memory_gib
-        turns.end()
-        row["val_nrmse"] = self._quality(entry.config, name)
-        before = self.results[entry.against]["val_nrmse"]
+        folder, inverse = self.folder / "runs" / name, entry.against == FULL
+        row |= measure_beside(reference, entry.config, folder, self.block_s, self.rounds, inverse)
+        if "failed" in row:
+            return row
+        row["val_nrmse"], before = self._quality(entry.config, name), against["val_nrmse"]
         row["nrmse_ratio"] = row["val_nrmse"] / before if before and row["val_nrmse"] else None
-        self.results[entry.against]["memory_gib"] = against.peak_memory_gib
+        against["memory_gib"] = row["reference_memory_gib"]
         return row
 
     def _quality(self, config: RunConfig, name: str) -> float | None:
@@ -208,14 +193,46 @@ class Measurements:
 # -- recommendation --------------------------------------------------------------------------------------------------
 
 
+def gaining(rows: list[dict]) -> list[str]:
+    """Phases that are sure to gain alone, and not to cost the full set."""
+    costs = costly(rows)
+    return [
+        row["phase"]
+        for row in rows
+        if row["kind"] == "alone" and row["phase"] not in costs and (row["ratio"]["ci95"][0] or 0) > 1
+    ]
+
+
+def costly(rows: list[dict]) -> dict[str, dict]:
+    """Phases that are sure to make the full set slower, and the ratio with and without each."""
+    left_out = {row["phase"]: row["ratio"] for row in rows if row["kind"] == "leave_one_out"}
+    return {name: ratio for name, ratio in left_out.items() if ratio["ci95"][1] is not None and ratio["ci95"][1] < 1}
+
+
+def members(row: dict, rows: list[dict]) -> list[str]:
+    """The phases that are on in a row of the baseline's."""
+    rungs = [other["phase"] for other in rows if other["kind"] == "ladder"]
+    if row["phase"] == LESS:
+        return [name for name in rungs if name not in costly(rows)]
+    if row["phase"] == GAINING:
+        return gaining(rows)
+    return rungs[: rungs.index(row["phase"]) + 1] if row["kind"] == "ladder" else [row["phase"]]
+
+
 def recommend(rows: list[dict], criteria: dict) -> dict:
-    """The fastest measured set whose accuracy and memory criteria hold on this machine, and what that rests on."""
+    """The fastest measured set whose accuracy and memory criteria hold on this machine, and what that rests on.
+
+    None that keeps a phase without which the full set is faster: the set would be faster without it, too.
+    """
     candidates = [row for row in rows if row["kind"] != "leave_one_out" and row["ratio"]["median"] is not None]
-    refused: dict[str, str] = {}
+    refused, costs = {}, costly(rows)
     for row in sorted(candidates, key=lambda row: -row["ratio"]["median"]):
         name = f"{row['kind']}: {row['phase']}"
+        kept = [f"{phase} ({factor(costs[phase])})" for phase in members(row, rows) if phase in costs]
         if (row["ratio"]["ci95"][0] or 0) <= 1:
             refused[name] = "no faster than the baseline within the interval"
+        elif kept:
+            refused[name] = f"keeps what costs the full set throughput: {', '.join(kept)}"
         elif row["memory_gib"] and criteria["memory_gib"] and row["memory_gib"] >= criteria["memory_gib"]:
             refused[name] = f"needs {row['memory_gib']:.1f} GiB"
         elif row["nrmse_ratio"] and criteria["nrmse_ratio"] and not row["nrmse_ratio"] <= criteria["nrmse_ratio"]:
@@ -227,28 +244,30 @@ def recommend(rows: list[dict], criteria: dict) -> dict:
     return {"phase": None, "changes": {}, "ratio": None, "basis": "nothing beat the baseline", "refused": refused}
 
 
-def summary(report: dict) -> str:
-    """The report in a few lines."""
-    chosen = report["recommended"]
-    found = (
-        f"{TITLES.get(chosen['kind'], 'set')}: {chosen['phase']}, {_factor(chosen)}" if chosen["phase"] else "nothing"
-    )
-    lines = [f"recommended here: {found} ({chosen['basis']})"]
-    for kind in (*TITLES, "sets"):
-        for row in report[kind]:
-            promised = f"promised {number(row['promised'], 3)}, " if row["promised"] and kind != "leave_one_out" else ""
-            lines.append(f"{TITLES.get(kind, 'set')}: {row['phase']}: {promised}{_factor(row)}")
-    return "\n".join([*lines, *(f"{name} is left out: {reason}" for name, reason in report["skipped"].items())])
+def recommended(report: dict) -> str:
+    """The set to use on this machine, in a sentence."""
+    chosen, rows = report["recommended"], [row for key in KINDS for row in report[key]]
+    if chosen["phase"] is None:
+        return f"Recommended: the baseline, because {chosen['basis']}."
+    names = " + ".join(members(chosen, rows))
+    return f"Recommended: {names}, {factor(chosen['ratio'])} times the baseline; rests on {chosen['basis']}."
 
 
-def _factor(row: dict) -> str:
+def finding(row: dict) -> str:
     """What was measured of an entry, or why nothing was."""
     if "failed" in row:
         return f"failed: {row['failed'].splitlines()[0]}"
-    if row["ratio"]["median"] is None:
-        return "no steady step in its turns -> raise block_s"
-    low, high = (number(end, 3) for end in row["ratio"]["ci95"])
-    return f"measured {number(row['ratio']['median'], 3)} [{low}, {high}]"
+    return factor(row["ratio"]) if row["ratio"]["median"] else "no steady step in its turns -> raise block_s"
+
+
+def summary(report: dict) -> str:
+    """The report in a few lines."""
+    lines = [recommended(report)]
+    for key, kind in KINDS.items():
+        for row in report[key]:
+            promised = f"promised {number(row['promised'], 3)}, " if row["promised"] and kind != "leave_one_out" else ""
+            lines.append(f"{TITLES.get(kind, kind)}: {row['phase']}: {promised}{finding(row)}")
+    return "\n".join([*lines, *(f"{name} is left out: {reason}" for name, reason in report["skipped"].items())])
 
 
 def write_params(report: dict, path: Path | str) -> Path:

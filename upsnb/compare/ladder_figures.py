@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from upsnb.compare.ladder import TITLES
+from upsnb.compare.ladder import BASELINE, TITLES, finding
+from upsnb.phases import BY_NAME
 from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, save, styled
 from upsnb.runs.runfolder import FIGURES, REPORT
@@ -71,24 +71,31 @@ def _rows(ax: Axes, rows: Sequence[Mapping], names: Sequence[str]) -> None:
 
 
 def table(report: Mapping) -> pd.DataFrame:
-    """Every entry: promised and measured factor, memory, accuracy."""
-    rows = [
-        {
-            "measured as": TITLES.get(row["kind"], "set"),
-            "phase": row["phase"],
-            "promised": number(row["promised"], 3),
-            "measured": number(row["ratio"]["median"], 3),
-            "95 % interval": " to ".join(number(end, 3) for end in row["ratio"]["ci95"]),
-            "memory [GiB]": number(row.get("memory_gib"), 3),
-            "reference [GiB]": number(row.get("reference_memory_gib"), 3),
-            "nRMSE ratio": number(row.get("nrmse_ratio"), 3),
-            "note": row.get("failed", "").splitlines()[0] if row.get("failed") else "",
-        }
-        for kind in (*TITLES, "sets")
-        for row in report[kind]
-    ]
-    rows += [{"measured as": "skipped", "phase": name, "note": reason} for name, reason in report["skipped"].items()]
-    return pd.DataFrame(rows).replace({np.nan: ""})
+    """A row a phase, and one a set of them: promised and measured each way, with memory [GiB] and nRMSE beside it.
+
+    The last columns are of the full set without the phase.
+    """
+    known = {kind: {row["phase"]: row for row in report[kind]} for kind in TITLES}
+    known["alone"] |= {row["phase"]: row for row in report["sets"]}
+    rows = []
+    for name in (*BY_NAME, *(row["phase"] for row in report["sets"])):
+        measured, skipped = {kind: rows.get(name, {}) for kind, rows in known.items()}, report["skipped"].get(name)
+        if not skipped and not any(measured.values()):
+            continue
+        expected = getattr(BY_NAME.get(name), "expected", None)
+        promised = {"alone": expected and expected.factor, "ladder": expected and expected.cumulative}
+        cells = {"phase": name}
+        for (kind, row), which in zip(measured.items(), ("alone", "so far", "without it"), strict=True):
+            if kind in promised:
+                cells[f"promised {which}"] = f"{promised[kind]:.2f}" if promised[kind] else "-"
+            cells[TITLES[kind]] = finding(row) if row else "cannot run here" if skipped else "not measured"
+            cells[f"GiB {which}"] = number(row.get("memory_gib"), 3)
+            cells[f"nRMSE ratio {which}"] = number(row.get("nrmse_ratio"), 3)
+        if skipped:
+            cells[TITLES["alone"]] += f": {skipped}"
+        rows.append(cells)
+    baseline = {"phase": BASELINE, "GiB alone": number(report["baseline"]["memory_gib"], 3)}
+    return pd.DataFrame([*rows, baseline]).fillna("-")
 
 
 def write_figures(folder: Path | str) -> dict[str, Path]:

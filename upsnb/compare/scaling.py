@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upsnb import hardware, overlays
-from upsnb.compare.ladder import ENDLESS
-from upsnb.compare.turns import Turns, interleave, ratio_of_turns
+from upsnb.compare.turns import ENDLESS, Turns, measure_beside
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError, RunError
+from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 from upsnb.profile import report as profiling
 from upsnb.profile.recorder import profile_name
-from upsnb.report.file import finish, number
+from upsnb.report.file import factor, finish
 from upsnb.runs.throughput import steady_throughput
 
 FORMAT, KIND = 1, "scaling"
@@ -24,7 +23,6 @@ WRAPPERS = {"ddp": {"training.use_fsdp2": False}, "fsdp2": {"training.use_fsdp2"
 WEAK, STRONG, AGAIN = "weak", "strong", "again"  # again: one rank beside one rank, the noise of this machine
 MODES = {WEAK: "every rank has the batch of one", STRONG: "all ranks share the batch of one"}
 PROMISED = {2: [1.7, 1.9], 4: [3.2, 3.8]}  # published: throughput over one GPU's
-SHORT = {**ENDLESS, "evaluation.rollout": False}  # only throughput counts
 REHEARSAL = "More ranks than devices: the numbers below rehearse that ranks work together, and say nothing of speed."
 
 
@@ -137,7 +135,7 @@ def measure(
     """
     folder, machine = Path(folder).absolute(), hardware.detect()
     entries, reference, skipped, rehearsal = plan(base, machine, ranks, wrappers, modes)
-    one = Turns.start(overlays.apply(reference, SHORT), folder / "runs" / "one-rank")
+    one = Turns.start(overlays.apply(reference, ENDLESS), folder / "runs" / "one-rank")
     rows = []
     try:
         for entry in entries:
@@ -159,7 +157,22 @@ def measure(
 
 def _row(entry: Entry, one: Turns, folder: Path, block_s: float, rounds: int) -> dict:
     """Throughput of an entry beside one rank's, and what its step spends on communication; or why it failed."""
-    training = entry.config.training
+    training, own = entry.config.training, folder / "runs" / entry.name
+
+    def profiled(turns: Turns) -> dict:
+        turns.run.resume()
+        profiling.take(turns.run)
+        ranks = profiling.read(own, entry.ranks)
+        parts = profiling.mean_parts(ranks)
+        return {
+            "samples_per_s": steady_throughput(turns.events),
+            "communication_share": parts[profiling.COMMUNICATION] / sum(parts.values()),
+            "bytes_per_step": profiling.bytes_per_step(ranks[0]["parameters"], entry.config, entry.ranks),
+            "collectives": ranks[0]["trace"]["collectives"],
+            "step_ms": sum(parts.values()),
+            "profiles": [f"runs/{entry.name}/{profile_name(rank)}" for rank in range(entry.ranks)],
+        }
+
     row = {
         "ranks": entry.ranks,
         "wrapper": entry.wrapper,
@@ -167,49 +180,27 @@ def _row(entry: Entry, one: Turns, folder: Path, block_s: float, rounds: int) ->
         "batch_size": training.batch_size,
         "accum_steps": training.accum_steps,
         "effective_batch": training.batch_size * training.accum_steps * entry.ranks,
-        "samples_per_s": None,
-        "ratio": {"median": None, "ci95": [None, None], "num_rounds": 0},
-        "efficiency": None,
-        "communication_share": None,
-        "bytes_per_step": None,
+        **dict.fromkeys(("samples_per_s", "communication_share", "bytes_per_step")),
         "promised": PROMISED.get(entry.ranks),
+        **measure_beside(one, entry.config, own, block_s, rounds, then=profiled),
     }
-    try:
-        turns = Turns.start(overlays.apply(entry.config, SHORT), folder / "runs" / entry.name)
-        blocks = interleave({"one": one, "entry": turns}, 0, block_s, lambda text: None, rounds)
-        row["ratio"] = ratio_of_turns(blocks, "entry", "one")
-        turns.run.resume()
-        profiling.take(turns.run)
-        turns.end()
-    except RunError as error:
-        return {**row, "failed": str(error)}
-    ranks = profiling.read(turns.run.folder, entry.ranks)
-    parts = profiling.mean_parts(ranks)
     median = row["ratio"]["median"]
-    return {
-        **row,
-        "samples_per_s": steady_throughput(turns.events),
-        "efficiency": median and median / entry.ranks,
-        "communication_share": parts[profiling.COMMUNICATION] / sum(parts.values()),
-        "bytes_per_step": profiling.bytes_per_step(ranks[0]["parameters"], entry.config, entry.ranks),
-        "collectives": ranks[0]["trace"]["collectives"],
-        "step_ms": sum(parts.values()),
-        "note": "" if median else f"no steady step in a turn of {block_s:g} s -> raise block_s",
-        "profiles": [f"runs/{entry.name}/{profile_name(rank)}" for rank in range(entry.ranks)],
-    }
+    note = "" if median or "failed" in row else f"no steady step in a turn of {block_s:g} s -> raise block_s"
+    return {**row, "efficiency": median and median / entry.ranks, "note": note}
+
+
+def finding(row: dict) -> str:
+    """What was measured of an entry, or why nothing was."""
+    if "failed" in row:
+        return f"failed: {row['failed'].splitlines()[0]}"
+    return row["note"] or factor(row["ratio"])
 
 
 def _line(row: dict) -> str:
     name = f"{row['ranks']} {'ranks' if row['ranks'] > 1 else 'rank'}, {row['wrapper']}, {row['mode']}"
-    if "failed" in row:
-        return f"{name}: failed: {row['failed'].splitlines()[0]}"
-    if row["note"]:
-        return f"{name}: {row['note']}"
-    low, high = row["ratio"]["ci95"]
-    return (
-        f"{name}: {number(row['ratio']['median'], 3)} [{number(low, 3)}, {number(high, 3)}] times one rank, "
-        f"{row['communication_share']:.0%} of a step communicates"
-    )
+    share = row["communication_share"]
+    communicates = "" if share is None else f"; {share:.0%} of a step communicates"
+    return f"{name}: throughput over one rank's: {finding(row)}{communicates}"
 
 
 def summary(report: dict) -> str:

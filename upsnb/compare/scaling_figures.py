@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from upsnb.compare.scaling import AGAIN, PROMISED
+from upsnb.compare.scaling import AGAIN, PROMISED, finding
 from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, label, save, styled
 from upsnb.runs.runfolder import FIGURES, REPORT
@@ -86,27 +86,27 @@ def _communication(ax: Axes, rows: list[Mapping]) -> None:
 
 
 def table(report: Mapping) -> pd.DataFrame:
-    """Every entry: promised and measured throughput, efficiency, communication."""
-    rows = []
-    for row in report["rows"]:
-        rate, (low, high) = row["samples_per_s"] or {}, row["ratio"]["ci95"]
+    """Every entry: promised and measured throughput, efficiency, communication; what is left out says why."""
+    rows = [
+        {
+            "ranks": row["ranks"],
+            "wrapper": row["wrapper"],
+            "mode": row["mode"],
+            "pairs a step": row["effective_batch"],
+            "samples/s": number((row["samples_per_s"] or {}).get("median")),
+            "promised": " to ".join(map(str, row["promised"] or ())),
+            "over one rank": finding(row),
+            "efficiency": number(row["efficiency"], 3),
+            "communication": "-" if row["communication_share"] is None else f"{row['communication_share']:.1%}",
+            "MB sent (computed)": number(row["bytes_per_step"] and row["bytes_per_step"] / 1e6, 3),
+        }
+        for row in report["rows"]
+    ]
+    for name, reason in report["skipped"].items():
         rows.append(
-            {
-                "ranks": row["ranks"],
-                "wrapper": row["wrapper"],
-                "mode": row["mode"],
-                "pairs a step": row["effective_batch"],
-                "samples/s": number(rate.get("median")),
-                "over one rank": number(row["ratio"]["median"], 3),
-                "95 % interval": f"{number(low, 3)} to {number(high, 3)}",
-                "promised": " to ".join(map(str, row["promised"] or ())),
-                "efficiency": number(row["efficiency"], 3),
-                "communication": "-" if row["communication_share"] is None else f"{row['communication_share']:.1%}",
-                "MB sent (computed)": number(row["bytes_per_step"] and row["bytes_per_step"] / 1e6, 3),
-                "note": row.get("failed", row.get("note", "")).partition("\n")[0],
-            }
+            {**dict(zip(("ranks", "wrapper", "mode"), name.split("-"))), "over one rank": f"left out: {reason}"}
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).fillna("-")
 
 
 def write_figures(folder: Path | str) -> dict[str, Path]:

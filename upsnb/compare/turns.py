@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import handle, runfolder
@@ -17,6 +18,14 @@ from upsnb.runs.throughput import throughput_ratio
 
 POLL_S = 0.05
 SECONDS_TO_OBEY = 900.0  # until a pause or a launch is acknowledged: a step that compiles may take that long
+ENDLESS = {  # a run that only gives throughput: nothing but steps, until it is stopped
+    "stages.operator.epochs": 1_000_000,
+    "training.time_limit_s": None,
+    "training.patience": None,
+    "evaluation.every_epochs": 1_000_000,
+    "evaluation.rollout": False,
+    "checkpoint.interval": 1_000_000,
+}
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,39 @@ def interleave(
         turn += 1
         log(f"turn {turn}: " + ", ".join(f"{name} at step {arm.last_step}" for name, arm in arms.items()))
     return blocks
+
+
+def measure_beside(
+    reference: Turns,
+    config: RunConfig,
+    folder: Path,
+    block_s: float,
+    rounds: int,
+    inverse: bool = False,
+    then: Callable[[Turns], dict] = lambda turns: {},
+) -> dict:
+    """Throughput and memory of a config beside those of a run that waits, each for `rounds` turns of `block_s` seconds.
+
+    Args:
+        inverse: the ratio is that of the waiting run over the config.
+        then: asks more of the run, paused after its last turn; what it returns is added.
+    Returns:
+        {"ratio", "memory_gib", "reference_memory_gib", ...}, or {"ratio", "failed": why}.
+    Raises:
+        RunError: the one that waits has failed.
+    """
+    ratio_of = ("reference", "it") if inverse else ("it", "reference")
+    try:
+        turns = Turns.start(overlays.apply(config, ENDLESS), folder)
+        try:
+            blocks = interleave({"it": turns, "reference": reference}, 0, block_s, lambda text: None, rounds)
+            measured = {"ratio": ratio_of_turns(blocks, *ratio_of), "memory_gib": turns.peak_memory_gib}
+            return {**measured, "reference_memory_gib": reference.peak_memory_gib, **then(turns)}
+        finally:
+            turns.end()
+    except RunError as error:
+        reference.is_alive()
+        return {"ratio": ratio_of_turns([], *ratio_of), "failed": str(error)}
 
 
 def ratio_of_turns(blocks: list[Block], arm: str, reference: str) -> dict:

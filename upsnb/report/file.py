@@ -36,6 +36,16 @@ def finish(report: Mapping, folder: Path | str | None, manifest: Mapping | None 
     return report
 
 
+def factor(ratio: Mapping) -> str:
+    """A ratio with its 95 % interval, and a word where all of it lies below 1."""
+    if ratio["median"] is None:
+        return "not measured"
+    low, high = ratio["ci95"]
+    if low is None:
+        return f"{ratio['median']:.2f} (no interval)"
+    return f"{ratio['median']:.2f} [{low:.2f}, {high:.2f}]" + (", slower" if round(high, 2) < 1 else "")
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """A few digits; whole numbers in full; `-` for what is not known."""
     if value is None:
