@@ -164,6 +164,16 @@ def test_a_notebooks_own_parameters_pass_untouched(tmp_path):
     assert command.read_parameters(path, [], ["num_pairs=6"])[0] == {"num_pairs": 6}
 
 
+def test_files_and_settings_go_over_the_notebooks_knobs(tmp_path):
+    knobs = "\nseed: int = 5  # of the weights\ntime_limit_s: float = None  # [s]"
+    path = notebook(tmp_path / "n.ipynb", parameters=PARAMETERS + knobs)
+    file = params_file(tmp_path / "p.yaml", "training: {time_limit_s: 9.0}")
+    passed, config = command.read_parameters(path, [file], ["seed=6"])
+    assert passed == {"preset": "", "training": {"time_limit_s": 9.0, "seed": 6}}
+    assert (config.training.time_limit_s, config.training.seed) == (9.0, 6)
+    assert command.read_parameters(path, [file], [])[1].training.seed == 5
+
+
 def test_section_the_notebook_does_not_know_is_refused(tmp_path):
     path = notebook(tmp_path / "n.ipynb", parameters="preset = ''\nrun_folder = ''")
     with pytest.raises(ConfigError, match=r"training: is no parameter of n\.ipynb"):

@@ -248,6 +248,22 @@ def test_running_the_parameters_again_minds_no_variable_of_later_cells():
     assert overlays.from_notebook(variables).training.seed == 5
 
 
+def test_a_knob_left_at_none_is_as_the_preset_says():
+    knobs = {"preset": "quick", "time_limit_s": None, "batch_size": 3}
+    config = overlays.from_notebook(knobs)
+    assert (config.training.time_limit_s, config.training.batch_size) == (150, 3)
+    assert overlays.from_notebook(knobs, injected=["time_limit_s"]).training.time_limit_s is None
+    assert "did you mean" in problems(overlays.from_notebook, {"time_limt_s": None})
+
+
+def test_what_papermill_injects_goes_over_every_knob():
+    cells = ["preset = ''\nbatch_size: int = 3\nseed: int = 3\ngrad_clip: float = None", "# Parameters\ntraining = {}"]
+    variables = {"In": cells, "preset": "", "batch_size": 3, "seed": 3, "grad_clip": None}
+    variables["training"] = {"batch_size": 4, "grad_clip": 0.5}
+    training = overlays.from_notebook(variables).training
+    assert (training.batch_size, training.seed, training.grad_clip) == (4, 3, 0.5)
+
+
 def test_presets_are_names_or_paths(tmp_path, monkeypatch):
     quick = overlays.load(PARAMS / "quick.yaml")
     monkeypatch.chdir(tmp_path)

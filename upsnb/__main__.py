@@ -113,7 +113,7 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
         ConfigError: every unknown name, wrong type and contradiction at once.
     """
     defaults = _defaults(notebook)
-    own = {name for name in defaults if name not in (*RunConfig.model_fields, *overlays.PARAMETERS)}
+    own = {name for name in defaults if name not in overlays.PARAMETERS and not overlays.is_setting(name)}
     problems: list[str] = []
     sources = []
     for file in files:
@@ -149,7 +149,7 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
         passed.setdefault(section, {})[rest] = value
     problems += [f"{section}: is no parameter of {notebook.name}" for section in sorted(passed.keys() - defaults)]
     try:
-        config = overlays.from_notebook({"preset": defaults.get("preset"), **passed}, tuple(own))
+        config = overlays.from_notebook({**defaults, **passed}, own, injected=passed)
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -182,7 +182,7 @@ def _defaults(notebook: Path) -> dict:
             try:
                 defaults[name] = ast.literal_eval(node.value)
             except ValueError:
-                defaults[name] = None
+                defaults[name] = {} if name in RunConfig.model_fields else None
     return defaults
 
 

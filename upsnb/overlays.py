@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import typing
+from collections.abc import Collection
 from pathlib import Path
 
 import yaml
@@ -85,6 +86,15 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
     if problems:
         raise ConfigError(problems, where)
     return flat
+
+
+def is_setting(name: str) -> bool:
+    """Whether a name, in any written form, is one setting or section."""
+    try:
+        flatten({name: {}})
+    except ConfigError:
+        return False
+    return True
 
 
 def _inside_named(path: str) -> bool:
@@ -164,15 +174,17 @@ def difference(old: RunConfig, new: RunConfig) -> dict:
     return dict(sorted(changes.items()))
 
 
-def from_notebook(variables: dict, own: tuple[str, ...] = ()) -> RunConfig:
+def from_notebook(variables: dict, own: Collection[str] = (), injected: Collection[str] | None = None) -> RunConfig:
     """RunConfig from what a notebook's parameters cell, and papermill below it, defined.
 
     papermill injects whatever it is given and only logs what the notebook does not know, so every variable that holds
-    plain data counts as a setting: a misspelt one is an error here, a flat one (`use_fsdp2: false`) takes effect.
+    plain data counts as a setting: a misspelt one is an error here, a flat one (`use_fsdp2: false`) takes effect. What
+    was injected goes over the cell, flat names over sections. A flat name that the cell leaves at None is not set.
 
     Args:
         variables: the notebook's `globals()`, right after its parameters.
         own: parameters of the notebook itself that are no settings of a run.
+        injected: names that papermill gave a value; None: as the notebook's history says.
     Raises:
         ConfigError: every unknown name, wrong type and contradiction at once.
     """
@@ -181,17 +193,22 @@ def from_notebook(variables: dict, own: tuple[str, ...] = ()) -> RunConfig:
     passed_over = {*PARAMETERS, *own, "In", "Out", "exit", "quit", "get_ipython", "open"}
     flat, problems = {}, []
 
-    def collect(overlay: dict, inside: str) -> None:
+    def collect(overlay: dict, inside: str, unset: bool = False) -> None:
         nonlocal flat
         try:
-            flat = stack(flat, flatten(overlay, inside))
+            found = flatten(overlay, inside)
         except ConfigError as error:
             problems.extend(error.problems)
+        else:
+            flat = flat if unset else stack(flat, found)
 
     if variables.get("preset"):
         collect(read(_preset_path(str(variables["preset"]))), "the preset")
-    names = _parameter_names(variables) or [name for name in variables if not name.startswith("_")]
-    for name in sorted(names, key=lambda n: n not in RunConfig.model_fields):  # sections first, flat names over them
+    names = list(variables)
+    if injected is None:
+        cell, injected = _parameter_names(variables)
+        names = [*cell, *injected] or [name for name in variables if not name.startswith("_")]
+    for name in sorted(dict.fromkeys(names), key=lambda name: (name in injected, name not in RunConfig.model_fields)):
         value = variables.get(name)
         if name in passed_over or not isinstance(value, plain):
             continue
@@ -199,7 +216,7 @@ def from_notebook(variables: dict, own: tuple[str, ...] = ()) -> RunConfig:
             for key, inner in value.items():  # one by one: a misspelt key must not hide a wrong value beside it
                 collect({f"{name}.{key}": inner}, where)
         else:
-            collect({name: value}, where)
+            collect({name: value}, where, unset=value is None and name not in injected)
     try:
         config = apply(RunConfig(), flat, where)
     except ConfigError as error:
@@ -218,12 +235,13 @@ def _preset_path(preset: str) -> Path:
     return next((path for path in candidates if path.is_file()), candidates[-1])
 
 
-def _parameter_names(variables: dict) -> list[str]:
-    """Names assigned in the latest parameters cell and the one papermill injected; none if history does not tell.
+def _parameter_names(variables: dict) -> tuple[list[str], list[str]]:
+    """Names assigned in the latest parameters cell, and in the one papermill injected; none if history does not tell.
 
     Without it, running the parameters again would take every variable of the cells below for a setting.
     """
-    names: list[str] = []
+    cell: list[str] = []
+    injected: list[str] = []
     for source in variables.get("In") or ():
         try:
             body = ast.parse(source).body
@@ -233,7 +251,7 @@ def _parameter_names(variables: dict) -> list[str]:
         targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
         assigned = [target.id for target in targets if isinstance(target, ast.Name)]
         if source.startswith("# Parameters"):  # papermill's
-            names += assigned
+            injected += assigned
         elif "preset" in assigned:
-            names = assigned
-    return list(dict.fromkeys(names))
+            cell, injected = assigned, []
+    return cell, injected

@@ -109,7 +109,7 @@ def measure(
             measured.reference(FULL, full)
             rows += [measured.row(entry) for entry in left_out]
             for name in costly(rows):
-                full = _without(full, phases.BY_NAME[name], off)
+                full = overlays.apply(full, phases.off_overlay(phases.BY_NAME[name], off))
             if costly(rows):
                 rows.append(measured.row(Entry("set", LESS, full, BASELINE)))
         together = off

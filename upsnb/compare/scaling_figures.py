@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from upsnb.compare.scaling import AGAIN, PROMISED, finding
+from upsnb.compare.scaling import AGAIN, PROMISED, Entry, finding
 from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, label, save, styled
 from upsnb.runs.runfolder import FIGURES, REPORT
@@ -83,6 +83,20 @@ def _communication(ax: Axes, rows: list[Mapping]) -> None:
     ax.margins(x=0.2)
     ax.set_xlim(left=0)
     ax.set_xlabel(label("step waiting for communication", "%"))
+
+
+def plan_table(entries: Sequence[Entry]) -> pd.DataFrame:
+    """What will be measured, and the batch of each rank."""
+    return pd.DataFrame(
+        {
+            "ranks": entry.ranks,
+            "wrapper": entry.wrapper,
+            "mode": entry.mode,
+            "batch a rank": entry.config.training.batch_size,
+            "accumulated": entry.config.training.accum_steps,
+        }
+        for entry in entries
+    )
 
 
 def table(report: Mapping) -> pd.DataFrame:
