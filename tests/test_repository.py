@@ -288,12 +288,10 @@ def test_every_path_in_a_document_exists(path):
         assert (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
-def test_readme_says_what_every_module_and_notebook_is_for():
+def test_readme_says_what_every_room_and_notebook_is_for():
     text = (ROOT / "README.md").read_text()
-    tree = text[text.index("## Tree") :]
-    listed = re.findall(r"^ +(\w+)\.py  ?", tree, re.MULTILINE)
-    assert sorted(listed) == sorted(module.rpartition(".")[2] for module in MODULES)
-    assert all(f"`notebooks/{path.name}`" in text for path in NOTEBOOKS)
+    assert re.findall(r"^\| `upsnb/(\w+)/` \| \w", text, re.MULTILINE) == [room for room in ROOMS if room]
+    assert all(f"| `notebooks/{path.name}` |" in text for path in NOTEBOOKS)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
@@ -308,11 +306,36 @@ def test_notebook_is_committed_without_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
+def test_notebook_ends_in_a_checked_summary(path):
+    last = json.loads(path.read_text())["cells"][-1]
+    assert {"keep_output", "nbval-check-output"} <= set(last["metadata"].get("tags", ()))
+    (output,) = last["outputs"]
+    values = ast.literal_eval("".join(output["data"]["text/plain"])).values()
+    assert all(isinstance(value, (int, str, list)) for value in values), "a float is another one on another machine"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
 def test_notebook_starts_with_parameters_that_make_a_runnable_config(path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert "parameters" in cells[0]["metadata"].get("tags", ())
     _, config = command.read_parameters(path, [], [])
     hardware.check_runnable(config, hardware.detect())
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
+def test_notebook_shows_a_few_knobs_first_and_everything_else_below(path):
+    """Each with its type and meaning, as `papermill --help-notebook` prints them, and with the preset's value."""
+    source = "".join(next(c["source"] for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"))
+    knobs, below = (part.splitlines() for part in source.split("\n\n# Anything else\n"))
+    assert 3 <= len(knobs) <= 5
+    assert all(re.fullmatch(r"\w+: [\w\[\]]+ = .+  # .+", line) for line in knobs)
+    assert {line.partition(":")[0] for line in below} >= {*RunConfig.model_fields, "run_folder"}
+    _, config = command.read_parameters(path, [], [])
+    unset = re.findall(r"^(\w+): \w+ = None .*None: the preset's \(quick: (.+)\)$", source, re.MULTILINE)
+    assert len(unset) == source.count(" = None ")
+    for name, value in unset:
+        (setting,) = overlays.flatten({name: None})
+        assert phases.setting(config, setting) == yaml.safe_load(value), name
 
 
 @pytest.mark.parametrize("path", PARAMS, ids=ids(PARAMS))
