@@ -26,14 +26,14 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q tests/test_repository.py
 
-# Fast tests first: most mistakes show within a minute. Slow ones start processes of their own and mostly wait for them,
-# so two at a time, like notebooks. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's parameters; nbval
-# has its own time limit per cell, and a cell that trains takes longer than any test may.
+# Fast tests first: most mistakes show within a minute. Slow ones start processes of their own, so two at a time, like
+# notebooks. Tests that share a run are one xdist_group; all others go to whoever is free. tests/notebooks/smoke.py puts
+# params/smoke.yaml below a notebook's parameters; nbval's limit is one per cell, and like pytest's against hangs alone.
 test: check compiler $(HOSTED)
-	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto --dist loadfile
-	$(BIN)/python -m pytest -q tests -m slow -n 2 --dist loadfile --durations=10 || test $$? = 5  # 5: no test is marked slow
+	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto --dist loadgroup
+	$(BIN)/python -m pytest -q tests -m slow -n 2 --dist loadgroup --durations=10 || test $$? = 5  # 5: no test is marked slow
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
-		--nbval-cell-timeout=240 --timeout=0 -n 2 --dist loadfile $(NOTEBOOKS))
+		--nbval-cell-timeout=1800 --timeout=0 -n 2 --dist loadfile $(NOTEBOOKS))
 
 clean:
 	rm -rf $(VENV) .colab *.egg-info .pytest_cache .ruff_cache

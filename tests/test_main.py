@@ -185,7 +185,7 @@ def test_section_the_notebook_does_not_know_is_refused(tmp_path):
 
 def execute(*arguments, cwd) -> subprocess.CompletedProcess:
     call = [sys.executable, "-m", "upsnb", "run", *map(str, arguments)]
-    return subprocess.run(call, cwd=cwd, capture_output=True, text=True, timeout=100)
+    return subprocess.run(call, cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.mark.slow

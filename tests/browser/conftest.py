@@ -20,7 +20,6 @@ def pytest_collection_modifyitems(items):
         if here in item.path.parents:
             item.add_marker(pytest.mark.browser)
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.timeout(400))  # minutes only where other programs take the machine
 
 
 def _absent(what: str) -> None:

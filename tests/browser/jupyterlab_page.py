@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import nbformat
+from waiting import LONGEST_S
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "UPSNB_BROWSER_TEST"  # in the environment of the server and of all that it starts, runs included
@@ -52,7 +53,7 @@ def server(folder: Path):
 
 def _address(folder: Path, server: subprocess.Popen, token: str) -> str:
     """Where the server answers, from the file it writes."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONGEST_S
     while time.monotonic() < deadline and server.poll() is None:
         with contextlib.suppress(OSError, ValueError):
             (file,) = (folder / "jupyter" / "runtime").glob("jpserver-*.json")
@@ -77,7 +78,7 @@ class Lab:
 
     def __init__(self, page, url: str, folder: Path):
         self.page, self.url, self.folder = page, url, folder
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(1e3 * LONGEST_S)
 
     def open(self, name: str, *sources: str) -> None:
         """Open a notebook below the test's folder; a new one with these cells, where sources are given."""
@@ -101,13 +102,13 @@ class Lab:
             "window.jupyterapp?.shell.currentWidget?.context?.sessionContext.session?.kernel?.status)"
         )
 
-    def run_all(self, timeout_s: float) -> None:
+    def run_all(self) -> None:
         """Run all cells and wait for the last one."""
         self.page.evaluate("() => { window.ran = null; window.jupyterapp.commands"
                            ".execute('notebook:run-all-cells').then(() => { window.ran = true }) }")  # fmt: skip
-        self.page.wait_for_function("() => window.ran", timeout=1e3 * timeout_s)
+        self.page.wait_for_function("() => window.ran")
 
-    def run(self, source: str, wait: bool = True, timeout_s: float = 30) -> None:
+    def run(self, source: str, wait: bool = True) -> None:
         """Run a new cell at the notebook's end."""
         self.page.evaluate(
             """async (source) => {
@@ -121,7 +122,7 @@ class Lab:
             source,
         )
         if wait:
-            self.page.wait_for_function("() => window.ran", timeout=1e3 * timeout_s)
+            self.page.wait_for_function("() => window.ran")
 
     def cells(self) -> list[nbformat.NotebookNode]:
         """The cells as the page holds them, outputs included."""

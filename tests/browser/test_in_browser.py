@@ -11,10 +11,10 @@ def test_all_cells_run_and_every_figure_is_in_the_page(lab: Lab):
     parameters.source += f"""
 preset = "smoke"
 logging = {{"root": {str(lab.folder / "outputs")!r}}}
-training, stages = {{"time_limit_s": None, "threads_per_rank": 1}}, {{"operator": {{"epochs": 1}}}}"""
+training, stages = {{"time_limit_s": None, "threads_per_rank": 1}}, {{"operator": {{"epochs": 3}}}}"""
     nbformat.write(notebook, lab.folder / "01_train.ipynb")
     lab.open("01_train.ipynb")
-    lab.run_all(timeout_s=350)
+    lab.run_all()
     assert lab.errors() == []
     code = [cell for cell in lab.cells() if cell.cell_type == "code" and cell.source]
     assert all(cell.execution_count for cell in code), "a cell was not run"

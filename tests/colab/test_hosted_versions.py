@@ -18,7 +18,7 @@ PINS = dict(
     for line in (Path(__file__).parent / "pins.txt").read_text().splitlines()
     if not line.startswith("#")
 )
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 EVERY_MODULE = """
 import importlib, pkgutil, upsnb
@@ -28,8 +28,9 @@ for name in modules:
 len(modules)
 """
 PANEL = """
-from upsnb import panel, runs
-shown = panel.Panel(runs.Run.attach({!r}))
+from upsnb.runs.handle import Run
+from upsnb.widgets.panel import Panel
+shown = Panel(Run.attach({!r}))
 shown.watch(2)
 """
 VERSIONS = """
@@ -59,7 +60,7 @@ def execute(tmp_path, monkeypatch):
 
     def run(*sources: str) -> nbformat.NotebookNode:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-        NotebookClient(notebook, kernel_name="colab", timeout=250, resources={"metadata": {"path": tmp_path}}).execute()
+        NotebookClient(notebook, kernel_name="colab", resources={"metadata": {"path": tmp_path}}).execute()
         return notebook.cells[-1].outputs
 
     return run

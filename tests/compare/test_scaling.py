@@ -65,10 +65,10 @@ def test_unknown_names_are_refused_together():
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_beside_one(tiny_config, tmp_path):
+def test_two_ranks_are_measured_beside_one(tiny_config, tmp_path, turns_of_steps):
     config = tiny_config(names=("advection",))
     made = scaling.measure(
-        config, tmp_path, ranks=[2], wrappers=["ddp"], modes=["weak"], block_s=1.0, rounds=1, log=lambda text: None
+        config, tmp_path, ranks=[2], wrappers=["ddp"], modes=["weak"], block_s=2.0, rounds=1, log=lambda text: None
     )
     (row,) = made["rows"]
     assert "failed" not in row and made["rehearsal"]

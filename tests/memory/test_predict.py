@@ -11,9 +11,10 @@ import torch
 from upsnb import overlays
 from upsnb.data.datasets import outlines
 from upsnb.memory import figures, measure, plan
-from upsnb.memory import predict as predicting
 from upsnb.memory.ledger import FOREVER, KINDS, Account, Ledger
-from upsnb.memory.predict import Predictor, predict
+from upsnb.memory.predict import CUDA_GRANULARITY, Predictor, Rehearsal, predict
+from upsnb.runs import runfolder
+from upsnb.training.parallel import Ranks
 from upsnb.training.setup import open_datasets
 
 WITHIN = 0.03  # of the measurement; the promise is 10 %
@@ -50,8 +51,8 @@ def test_prediction_is_what_the_allocator_saw(tiny_config, overlay):
 
 
 def test_measuring_again_in_the_same_process_measures_the_same(tiny_config, monkeypatch):
-    config, steps = tiny_config(("darcy",)), predicting.Rehearsal.steps
-    monkeypatch.setattr(predicting.Rehearsal, "steps", lambda *arguments: (gc.collect(), steps(*arguments)))
+    config, steps = tiny_config(("darcy",)), Rehearsal.steps
+    monkeypatch.setattr(Rehearsal, "steps", lambda *arguments: (gc.collect(), steps(*arguments)))
     assert len({measure.measure(config).nbytes for _ in range(3)}) == 1
 
 
@@ -67,9 +68,8 @@ def test_prediction_takes_no_memory_no_data_and_no_random_numbers(tiny_config, t
 
 def test_outline_has_the_shapes_of_the_dataset_it_stands_for(tiny_config):
     config = tiny_config(**{"data.datasets.advection.reduced_resolution": 2})
-    setup = predicting.Ranks()
-    opened = open_datasets(config, predicting.runfolder.project_root(), setup, lambda message: None)
-    for name, outline in outlines(config, predicting.runfolder.project_root()).items():
+    opened = open_datasets(config, runfolder.project_root(), Ranks(), lambda message: None)
+    for name, outline in outlines(config, runfolder.project_root()).items():
         real, values = opened[name], {"mean", "std", "dt"}
         assert outline.num_bytes == real.num_bytes
         for field in dataclasses.fields(outline.spec):
@@ -154,7 +154,7 @@ def test_largest_batch_is_the_largest_that_fits(lines, start):
 
 @pytest.mark.slow
 def test_batch_found_for_a_gpu_fits_and_one_more_pair_does_not(tiny_config):
-    predictor = Predictor(tiny_config(("advection",)), granularity=predicting.CUDA_GRANULARITY)
+    predictor = Predictor(tiny_config(("advection",)), granularity=CUDA_GRANULARITY)
     capacity = 3 * predictor.at().nbytes
     batch = plan.largest_batches(predictor, {"gpu": capacity})["gpu"]
     assert predictor.at(batch).nbytes <= capacity < predictor.at(batch + 1).nbytes
@@ -170,7 +170,7 @@ def test_variants_flip_each_phase_once_and_are_valid(tiny_config):
 
 @pytest.mark.slow
 def test_claims_cannot_hold_for_the_reference_model():
-    predictor = Predictor(overlays.load(predicting.runfolder.project_root() / "params" / "memory_reference.yaml"))
+    predictor = Predictor(overlays.load(runfolder.project_root() / "params" / "memory_reference.yaml"))
     claimed = plan.claims(predictor)
     assert all(claim["at_most_gb"] < 0.1 * claim["promised_gb"] for claim in claimed if claim["promised_gb"])
     assert predictor.parameters_by_optimizer()[0] == pytest.approx(21.4e6, rel=0.02)

@@ -38,7 +38,7 @@ def test_a_verdict_that_fails_is_the_exit_code_and_everything_stays(tmp_path):
     (tmp_path / "params.yaml").write_text(json.dumps(values))  # JSON is YAML
     call = ["run", "notebooks/02_compare.ipynb", "-f", tmp_path / "params.yaml", "-o", tmp_path / "ab"]
     call = [sys.executable, "-m", "upsnb", *call, "-p", "fail_on_verdict=true"]
-    done = subprocess.run(list(map(str, call)), cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(list(map(str, call)), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("FAILED")]
     assert "the criteria do not hold: speedup: required >= 1000, measured " in line

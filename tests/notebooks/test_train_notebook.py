@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def execute(*arguments) -> subprocess.CompletedProcess:
     call = [sys.executable, "-m", *map(str, arguments)]
-    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
 
 
 def parameters(tmp_path: Path, **data) -> Path:
@@ -32,8 +32,8 @@ def parameters(tmp_path: Path, **data) -> Path:
         "data": {"root": str(tmp_path / "data"), "datasets": {"waves": wave}},
         "latent": {"dim": 32, "tokens": 32},
         "operator": {"pdet": {"hidden_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}},
-        "training": {"device": "cpu", "time_limit_s": 5.0},
-        "stages": {"operator": {"epochs": 1000}},
+        "training": {"device": "cpu", "threads_per_rank": 1},
+        "stages": {"operator": {"epochs": 4}},  # steps and no clock: as good on a busy machine as on a quiet one
         "logging": {"root": str(tmp_path / "outputs")},
     }
     path.write_text(json.dumps(values))  # JSON is YAML

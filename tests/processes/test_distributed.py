@@ -57,8 +57,7 @@ def noise(generator) -> list[float]:
     return torch.randn(3, generator=generator).tolist()
 
 
-pytestmark = pytest.mark.timeout(120)
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 16
 COMMON = {
     "data.datasets.advection.augment": True,
     "data.datasets.darcy.augment": True,
@@ -94,9 +93,7 @@ def launch(config, folder: Path, num_ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run(
-        [*command, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([*command, __file__, str(folder)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -105,7 +102,7 @@ def cache():
     return {}
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])
 def pair(request, cache, tiny_config, tmp_path_factory):
     """(folder of one rank in this process, folder of several ranks, their number), both trained to the end."""
     if request.param not in cache:

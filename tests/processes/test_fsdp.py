@@ -22,7 +22,7 @@ from upsnb.training import optimizers, parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.xdist_group("fsdp")  # one launch serves many tests
 COMMON = {
     "training.accum_steps": 3,  # of two datasets: a step's last microbatch is not every encoder's last
     "training.grad_clip": 0.5,
@@ -202,7 +202,6 @@ def found(cache, tiny_config, tmp_path_factory):
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=280,
             )
             assert done.returncode == 0, done.stderr[-3000:]
             assert "FSDP2-wrapped" not in done.stderr

@@ -24,7 +24,6 @@ def test_a_rehearsal_changes_size_and_device_but_no_phase_loss_or_batch(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", REFERENCE)
 def test_a_reference_file_trains_as_it_is_written(name, tmp_path, data_root):
     config = overlays.apply(rehearsal(name), {"data.root": str(data_root / "rehearsal")})
@@ -33,7 +32,7 @@ def test_a_reference_file_trains_as_it_is_written(name, tmp_path, data_root):
     config, skipped = phases.skip_missing(config, hardware.detect())
     assert skipped.keys() <= {"optimizer_offload"}
     run = handle.start(config, tmp_path / "run", attached=True)
-    assert run.wait(280) == "finished"
+    assert run.wait() == "finished"
     (start,) = run.events(("start",))
     assert start["num_ranks"] == config.training.num_gpus
     first, last = run.events(("eval",))[:: len(run.events(("eval",))) - 1]

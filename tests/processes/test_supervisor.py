@@ -1,25 +1,26 @@
 """Every way a run can end, with real processes: the status is honest, the cause names the rank, nothing is left."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from upsnb import overlays
 from upsnb.errors import RunError, RunFailed
 from upsnb.runs import handle, runfolder
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")]
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")
 WORKER = Path(__file__).parent / "faulty_worker.py"
 STARTED = []
 
 
 def config(num_ranks, **training):
-    training = {"device": "cpu", "num_gpus": num_ranks, "threads_per_rank": 1, "stall_timeout_s": 30.0, **training}
+    training = {"device": "cpu", "num_gpus": num_ranks, "threads_per_rank": 1, **training}
     return overlays.resolve({"training": training})
 
 
@@ -51,34 +52,30 @@ def processes_of(folder):
     return found
 
 
-def assert_nothing_left(folder, within_s=1.0):
-    deadline = time.monotonic() + within_s
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(folder)
+def assert_nothing_left(folder):
+    until(lambda: not processes_of(folder), "a process of the run is left")
 
 
 def assert_failed(run, status="failed"):
     """The run's cause, after checking all that holds of every failure."""
     with pytest.raises(RunFailed) as caught:
-        run.wait(timeout=50)
+        run.wait()
     assert caught.value.status == run.status() == handle.Run.attach(run.folder).status() == status
     assert "\n" not in run.cause() and len(run.cause()) < 600
-    assert run._process.wait(10) != 0
-    assert_nothing_left(run.folder, within_s=1.0 if status == "failed" else 4.0)
+    assert run._process.wait() != 0
+    assert_nothing_left(run.folder)
     return run.cause()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_finished_run(monkeypatch, tmp_path, num_ranks):
-    run = start(monkeypatch, tmp_path / "run", "none:0:0", num_ranks)
-    assert run.status() == "starting"
+def test_finished_run(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "none:0:0", 2)
+    assert run.status() in runfolder.ALIVE
     seen = []
-    assert run.wait(timeout=50, on_event=seen.append) == run.status() == "finished"
-    assert run._process.wait(10) == 0 and run.cause() is None
+    assert run.wait(on_event=seen.append) == run.status() == "finished"
+    assert run._process.wait() == 0 and run.cause() is None
     assert_nothing_left(run.folder)
     assert [event["kind"] for event in seen][:1] == ["segment"] and seen[-1]["kind"] == "end"
-    assert {event["loss"] for event in seen if event["kind"] == "step"} == {float(num_ranks)}
+    assert {event["loss"] for event in seen if event["kind"] == "step"} == {2.0}
     (segment,) = run.manifest["segments"]
     assert segment["status"] == "finished" and run.manifest["end_reason"] == "epochs"
     assert not (run.folder / ".torchrun").exists()
@@ -97,15 +94,15 @@ def test_killed_rank_is_named_though_others_fail_after_it(monkeypatch, tmp_path)
 
 
 def test_hung_rank_is_found_and_its_stack_is_in_the_log(monkeypatch, tmp_path):
-    run = start(monkeypatch, tmp_path / "run", "hang:1:3", 2, stall_timeout_s=2.0)
+    run = start(monkeypatch, tmp_path / "run", "hang:1:3", 2, stall_timeout_s=5.0)
     cause = assert_failed(run)
-    assert cause.startswith("rank") and "1 hung at step 3: no heartbeat for 2 s" in cause
+    assert re.match(r"ranks? (0, )?1 hung at step 3: no heartbeat for \d+ s", cause)
     assert "faulty_worker.py" in run.log_tail(300) and "in misbehave" in run.log_tail(300)
 
 
 def test_killed_torchrun_takes_its_ranks_with_it(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
-    run.wait_for("step", step=2, timeout_s=40)
+    run.wait_for("step", step=2)
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         command = path.read_bytes() if path.exists() else b""
         if b"torch.distributed.run" in command and str(run.folder).encode() in command:
@@ -136,7 +133,7 @@ def test_full_disk_is_told_apart_and_still_written_down(monkeypatch, small_disk)
 
 def test_crash_is_continued_from_its_checkpoint(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "raise:0:6:0", 1, max_restarts=1)
-    assert run.wait(timeout=50) == "finished"
+    assert run.wait() == "finished"
     crashed, finished = run.manifest["segments"]
     assert "ValueError at step 6" in crashed["cause"] and finished["status"] == "finished"
     steps = [event["step"] for event in run.events(["step"])]
@@ -153,7 +150,7 @@ def test_relaunches_end(monkeypatch, tmp_path):
 
 def test_killed_supervisor_leaves_a_died_run_and_no_process(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
-    run.wait_for("step", step=20, timeout_s=40)
+    run.wait_for("step", step=20)
     assert run.status() == "running"
     run._process.kill()
     cause = assert_failed(run, "died")
@@ -162,12 +159,12 @@ def test_killed_supervisor_leaves_a_died_run_and_no_process(monkeypatch, tmp_pat
 
 def test_stopped_run_finishes_and_can_be_continued(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 2)
-    run.wait_for("step", step=2, timeout_s=40)
+    run.wait_for("step", step=2)
     with pytest.raises(RunError, match="is (starting|running)"):
         runfolder.create(config(2), run.folder)
     run.stop()
-    assert run.wait(timeout=30) == "finished" and run.manifest["end_reason"] == "stopped"
-    assert run._process.wait(10) == 0
+    assert run.wait() == "finished" and run.manifest["end_reason"] == "stopped"
+    assert run._process.wait() == 0
     assert_nothing_left(run.folder)
     with pytest.raises(RunError, match=r"checkpoint\.resume"):
         runfolder.create(config(2), run.folder)
@@ -177,19 +174,18 @@ def test_stopped_run_finishes_and_can_be_continued(monkeypatch, tmp_path):
 
 def test_second_sigterm_ends_a_run_that_cannot_stop(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "hang:0:3", 1)
-    run.wait_for("step", step=3, timeout_s=40)
+    run.wait_for("step", step=3)
     run._process.terminate()
-    while run.status() != "stopping":
-        time.sleep(0.05)
+    until(lambda: run.status() == "stopping")
     run._process.terminate()
     assert "second signal" in assert_failed(run)
 
 
 def test_sigterm_is_a_stop(monkeypatch, tmp_path):
     run = start(monkeypatch, tmp_path / "run", "endless:0:0", 1)
-    run.wait_for("step", step=2, timeout_s=40)
+    run.wait_for("step", step=2)
     run._process.terminate()
-    assert run.wait(timeout=30) == "finished" and run.manifest["end_reason"] == "stopped"
+    assert run.wait() == "finished" and run.manifest["end_reason"] == "stopped"
     assert_nothing_left(run.folder)
 
 
@@ -206,14 +202,13 @@ time.sleep(600)
 """
     kernel = subprocess.Popen([sys.executable, "-c", code])
     try:
-        while not (folder / runfolder.MANIFEST).exists():
-            time.sleep(0.1)
+        until((folder / runfolder.MANIFEST).exists)
         run = handle.Run.attach(folder)
-        run.wait_for("step", step=2, timeout_s=40)
+        run.wait_for("step", step=2)
     finally:
         kernel.kill()
         kernel.wait()
     with pytest.raises(RunFailed, match="the process that started this run is gone"):
-        run.wait(timeout=10)
+        run.wait()
     assert run.status() == "failed"
     assert_nothing_left(folder)

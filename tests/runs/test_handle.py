@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from waiting import LONGEST_S
 
 from upsnb import overlays
 from upsnb.config import RunConfig
@@ -146,7 +147,7 @@ def test_wait_returns_for_finished_runs_only(folder):
 def test_every_line_is_valid_json_with_kind_time_step_first(folder):
     import numpy as np
 
-    events = runfolder.EventWriter(folder, 1)
+    events, before = runfolder.EventWriter(folder, 1), time.time()
     events.write(
         "step", 4, loss=math.nan, losses={"a": 1.0, "b": [math.inf]}, rate=np.float32(0.5), bad=np.float32("inf")
     )
@@ -156,7 +157,7 @@ def test_every_line_is_valid_json_with_kind_time_step_first(folder):
         raise AssertionError(f"{name} is not JSON")
 
     event = json.loads(text, parse_constant=refuse)
-    assert list(event)[:3] == ["kind", "time", "step"] and abs(event["time"] - time.time()) < 5
+    assert list(event)[:3] == ["kind", "time", "step"] and before - 1e-6 <= event["time"] <= time.time() + 1e-6
     assert event["loss"] is None and event["losses"] == {"a": 1.0, "b": [None]} and event["rate"] == 0.5
     assert event["nonfinite"] == ["loss", "losses.b.0", "bad"]
 
@@ -209,30 +210,30 @@ def test_damaged_line_is_told_and_hides_no_other(folder):
     assert kinds == ["step", "warning", "step"]
 
 
-def test_hundred_thousand_events_are_read_in_half_a_second(folder):
-    line = json.dumps(
-        {"kind": "step", "time": 1.5, "step": 7, "loss": 0.25, "losses": {"relative": 0.125}, "rate": 1e-3}
-    )
-    (folder / "events.jsonl").write_text(100_000 * (line + "\n"))
-    tail, times = runfolder.Tail(folder), []
-    for _ in range(3):
-        tail._offset, started = 0, time.process_time()  # not the wall's: others use these cores
-        assert len(tail.read()) == 100_000
-        times.append(time.process_time() - started)
-    assert min(times) < 0.5
+def test_many_events_are_parsed_in_one_call_and_unwanted_ones_not_at_all(folder, monkeypatch):
+    line = json.dumps({"kind": "step", "time": 1.5, "step": 7, "loss": 0.25, "losses": {"relative": 0.125}})
+    (folder / "events.jsonl").write_text(10_000 * (line + "\n"))
+    runfolder.EventWriter(folder).write("end", 7)
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text: (parsed.append(len(text)), loads(text))[1])
+    assert len(runfolder.read_events(folder)) == 10_001 and len(parsed) == 1
+    assert len(runfolder.read_events(folder, ("end",))) == 1 and len(parsed) == 2 and parsed[1] < 100
 
 
 # -- heartbeats ----------------------------------------------------------------------------------------------------
 
 
-def test_heartbeat_says_where_a_rank_is_and_costs_microseconds(folder):
+def test_heartbeat_says_where_a_rank_is_and_costs_one_write(folder, monkeypatch):
     heartbeat = runfolder.Heartbeat(folder, 3)
     assert heartbeat.step is None and runfolder.read_heartbeats(folder)[3]["state"] == "waiting"
     size = (folder / "heartbeat.rank3").stat().st_size
-    started = time.process_time()
+    writes, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *given: (writes.append(given[2]), pwrite(*given))[1])
+    monkeypatch.setattr(os, "open", None)  # a file that stays open
     for step in range(500, 1500):
         heartbeat.beat(step)
-    assert time.process_time() - started < 1000 * 50e-6
+    monkeypatch.undo()
+    assert writes == [0] * 1000
     beat = runfolder.read_heartbeats(folder)[3]
     assert (beat["step"], beat["beats"], beat["first"], beat["pid"]) == (1499, 1000, 500, os.getpid())
     heartbeat.done()
@@ -311,7 +312,7 @@ def test_an_event_is_waited_for_by_revision_and_by_step(folder):
         run.wait_for("checkpoint", 5, timeout_s=0)
     later = threading.Timer(0.3, lambda: events.write("flip", 10, revision=5))
     later.start()
-    assert run.wait_for("flip", 5, timeout_s=20)["step"] == 10
+    assert run.wait_for("flip", 5, timeout_s=LONGEST_S)["step"] == 10
     later.join()
     runfolder.update_manifest(folder, status="failed", cause="rank 1 raised ValueError")
     assert run.wait_for("flip")["step"] == 10, "what came before the end counts"

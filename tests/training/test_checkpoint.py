@@ -8,12 +8,12 @@ import pickle
 import signal
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from waiting import LONGEST_S, until
 
 from upsnb import overlays
 from upsnb.errors import RunError
@@ -21,6 +21,7 @@ from upsnb.runs import checkpoint_index, handle, runfolder
 from upsnb.training import checkpoint, checkpoint_shards
 from upsnb.training.parallel import Ranks
 
+pytestmark = pytest.mark.xdist_group("checkpoint")  # one run serves many tests
 EVERYTHING = {  # all that draws at random or remembers
     "operator.pdet.drop_path": 0.3,
     "training.noise": 0.1,
@@ -34,6 +35,7 @@ EVERYTHING = {  # all that draws at random or remembers
     "stages.operator.scheduler.name": "plateau",
     "stages.operator.scheduler.plateau_patience": 1,
     "checkpoint.interval": 10,
+    "training.batch_size": 16,
 }
 
 
@@ -65,6 +67,20 @@ def expect_same_state(first, second):
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def cache():
+    return {}
+
+
+@pytest.fixture
+def whole(cache, tiny_config, train_here, tmp_path_factory):
+    """The folder of a run that was never stopped; residency of data and how checkpoints are saved change no number."""
+    if not cache:
+        cache["folder"] = tmp_path_factory.mktemp("whole")
+        train_here(tiny_config(**EVERYTHING), cache["folder"])
+    return cache["folder"]
+
+
 @pytest.mark.parametrize(
     ("residency", "ending", "asynchronous"),
     [
@@ -75,10 +91,9 @@ def expect_same_state(first, second):
     ],
 )
 def test_a_continued_run_is_the_run_that_was_never_stopped(
-    tiny_config, train_here, tmp_path, residency, ending, asynchronous
+    tiny_config, train_here, whole, tmp_path, residency, ending, asynchronous
 ):
     config = tiny_config(**EVERYTHING, **{"data.residency": residency, "checkpoint.async_save": asynchronous})
-    whole = losses(train_here(config, tmp_path / "whole"))
     folder = tmp_path / "parts"
 
     def interrupt(step):
@@ -90,18 +105,18 @@ def test_a_continued_run_is_the_run_that_was_never_stopped(
     try:
         train_here(config, folder, interrupt)
     except Killed:
-        while not checkpoint_index.is_there(folder, 10):  # the thread that writes it lives on in this process
-            time.sleep(0.01)
+        until(lambda: checkpoint_index.is_there(folder, 10))  # the thread that writes it lives on in this process
     kept = checkpoint.load(folder)["step"]
     assert kept == (14 if ending == "stopped" else 10)  # in the middle of the first epoch either way
     (folder / runfolder.CONTROL).unlink(missing_ok=True)
     events = train_here(overlays.apply(config, {"checkpoint.resume": True}), folder)
-    assert losses(events) == whole and len(whole) == 80
-    states = [checkpoint.load(path)["setup"] for path in (tmp_path / "whole", folder)]
+    expected = losses(runfolder.read_events(whole))
+    assert losses(events) == expected and len(expected) == 40
+    states = [checkpoint.load(path)["setup"] for path in (whole, folder)]
     expect_same_state(*states)
     evals = [
         [(event["step"], event["val_nrmse"]) for event in runfolder.read_events(path, ("eval",))]
-        for path in (tmp_path / "whole", folder)
+        for path in (whole, folder)
     ]
     assert evals[0] == evals[1]
 
@@ -135,7 +150,7 @@ def test_without_resume_a_run_starts_anew(tiny_config, train_here, tmp_path):
     ids=lambda change: ", ".join(f"{key.split('.')[-1]} {value}" for key, value in change.items()),
 )
 def test_a_run_continues_under_another_config(tiny_config, train_here, tmp_path, change):
-    config = tiny_config(**{"stages.operator.epochs": 2})
+    config = tiny_config()
     train_here(
         config, tmp_path, lambda step: runfolder.write_control(tmp_path, None, runfolder.STOP) if step == 4 else None
     )
@@ -436,7 +451,7 @@ def gate(monkeypatch):
     gate, write = threading.Event(), checkpoint_shards._Writer.write_data
 
     def waits(self, plan, planner):
-        gate.wait(20)
+        gate.wait(LONGEST_S)
         return write(self, plan, planner)
 
     monkeypatch.setattr(checkpoint_shards._Writer, "write_data", waits)
@@ -483,11 +498,13 @@ def test_an_error_in_the_background_ends_training_at_the_next_step(tiny_config, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def wait_after_ten(step):
-        if step >= 10:  # for the thread, so that the test need not race it
-            while running := [t for t in threading.enumerate() if t.name.startswith("AsyncCheckpoint")]:
-                running[0].join(0.1)
-            time.sleep(0.1)
+        for saver in savers if step >= 10 else ():  # for the thread, so that the test need not race it
+            until(lambda saver=saver: saver.in_flight is None or saver.in_flight.done())
 
+    savers, prepare = [], checkpoint.Saver.__init__
+    monkeypatch.setattr(
+        checkpoint.Saver, "__init__", lambda self, *given: (savers.append(self), prepare(self, *given))[1]
+    )
     monkeypatch.setattr(checkpoint_shards._Writer, "write_data", full)
     config = tiny_config(**{"checkpoint.interval": 10, "checkpoint.async_save": True, "stages.operator.epochs": 2})
     with pytest.raises(OSError, match="No space"):
@@ -498,16 +515,19 @@ def test_an_error_in_the_background_ends_training_at_the_next_step(tiny_config, 
 
 @pytest.mark.parametrize("writes", (True, False))
 def test_a_long_save_beats_while_it_writes_and_not_while_it_hangs(folder, make_saver, monkeypatch, writes):
+    looks, beats, watched = [], [], checkpoint._bytes_below
+
     def slow(self, plan, planner):
         with open(self.path / "__0_0.distcp", "wb", buffering=0) as file:
-            for _ in range(20):
+            for number in range(20):  # each time the watcher has looked once more
+                until(lambda number=number: len(looks) > number)
                 file.write(b"x" * writes)
-                time.sleep(0.03)
         raise OSError("done")
 
-    saver, beats = make_saver(), []
-    saver.beat = lambda: beats.append(time.monotonic())
-    monkeypatch.setattr(checkpoint, "WATCH_INTERVAL_S", 0.02)
+    saver = make_saver()
+    saver.beat = lambda: beats.append(len(looks))
+    monkeypatch.setattr(checkpoint, "WATCH_INTERVAL_S", 0.005)
+    monkeypatch.setattr(checkpoint, "_bytes_below", lambda folder: (looks.append(folder), watched(folder))[1])
     monkeypatch.setattr(checkpoint_shards._Writer, "write_data", slow)
     with pytest.raises(OSError, match="done"):
         saver.save(state(5))

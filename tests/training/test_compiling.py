@@ -168,8 +168,8 @@ def test_workers_keep_kernels_beside_the_runs_unless_told_where(tiny_config, tmp
 
 ONE_PART = """
 import types, torch
-from upsnb import compiling
-from upsnb.compiling import CompileCounter
+from upsnb.training import compiling
+from upsnb.training.compiling import CompileCounter
 from upsnb.models.transformer import Mlp
 mlp = Mlp(8, 8)  # code of torch's own modules is never compiled in place
 none = torch.nn.ModuleDict()

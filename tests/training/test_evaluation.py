@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from waiting import LONGEST_S
 
 from upsnb.config import EvaluationConfig
 from upsnb.data.symmetries import invert_square, transform_square
@@ -56,7 +57,7 @@ def test_metrics_do_not_depend_on_samples_per_call(setup):
 @pytest.mark.parametrize("num_ranks", (2, 4, 7))  # 7: two ranks have no sample at all
 def test_metrics_do_not_depend_on_the_number_of_ranks(setup, monkeypatch, num_ranks):
     alone = run(setup)
-    barrier, given = threading.Barrier(num_ranks, timeout=30), [None] * num_ranks
+    barrier, given = threading.Barrier(num_ranks, timeout=LONGEST_S), [None] * num_ranks
 
     def all_gather(ranks, value):
         given[ranks.rank] = value

@@ -2,10 +2,10 @@
 
 import pytest
 from test_charts import START, say, step_event
+from waiting import until
 
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
-from upsnb.widgets import browser as browse
 from upsnb.widgets.browser import RunBrowser
 
 
@@ -56,24 +56,20 @@ def test_looking_again_finds_new_runs_and_keeps_the_choice(root, tiny_config):
 
 def test_chosen_run_is_kept_up_to_date(root, monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "test")
-    monkeypatch.setattr(browse, "display", lambda value: None)
+    monkeypatch.setattr("upsnb.widgets.browser.display", lambda value: None)
     browser = RunBrowser(root)
     browser._list.value = "old"
     browser._ipython_display_()
     try:
         say(root / "old", *(step_event(k) for k in range(21, 31)))
-        deadline = 50
-        while "30" not in browser.panel._head.value and deadline:
-            browser._closing.wait(0.1)
-            deadline -= 1
-        assert "<b>30</b>" in browser.panel._head.value
+        until(lambda: "<b>30</b>" in browser.panel._head.value)
     finally:
         browser.close()
 
 
 def test_without_a_browser_the_table_is_shown(root, monkeypatch):
     shown = []
-    monkeypatch.setattr(browse, "display", shown.append)
+    monkeypatch.setattr("upsnb.widgets.browser.display", shown.append)
     RunBrowser(root)._ipython_display_()
     assert sorted(shown[0]["run"]) == ["damaged", "new", "old"]
 

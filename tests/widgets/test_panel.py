@@ -1,15 +1,18 @@
 """The panel as an object: what clicks write, what is shown of the answer, and that the folder alone decides."""
 
 import json
+import os
 import threading
+from types import SimpleNamespace
 
 import ipywidgets
 import pytest
 from test_charts import START, flip_event, say, step_event
+from waiting import until
 
 from upsnb import config as configs
-from upsnb.runs import handle, runfolder
-from upsnb.widgets import busy_kernel, panel, requests
+from upsnb.runs import handle, processes, runfolder
+from upsnb.widgets import busy_kernel, history, panel, requests
 from upsnb.widgets.panel import Panel
 
 CUDA = {"device": "cuda", "num_devices": 1, "device_name": "a GPU", "device_memory_gib": 80.0, "num_cores": 8}
@@ -35,9 +38,9 @@ def browser(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, tiny_config):
-    """A run that is alive for a minute, as far as its folder tells, with 20 steps behind it."""
+    """A run that is alive as long as this process, as far as its folder tells, with 20 steps behind it."""
     made = runfolder.create(tiny_config(**{"training.device": "auto"}), tmp_path / "run")
-    runfolder.update_manifest(made, status="running")
+    runfolder.update_manifest(made, status="running", supervisor=processes.process_identity(os.getpid()))
     now = runfolder.read_manifest(made)["created"]
     say(made, {**START, "time": now}, *(step_event(k, time=now + k) for k in range(1, 21)))
     return made
@@ -206,13 +209,14 @@ def test_buttons_write_their_commands(folder):
     assert runfolder.read_control(folder).command == runfolder.STOP
 
 
-def test_price_is_of_the_time_since_launch(folder):
+def test_price_is_of_the_time_since_launch(folder, monkeypatch):
     shown = Panel(handle.Run.attach(folder))
     shown.refresh()
-    shown.history.launched -= 7200
+    now = shown.history.launched + 7200
+    monkeypatch.setattr(history, "time", SimpleNamespace(time=lambda: now))
     assert "$" not in shown._head.value
     shown._price.value = 2.5
-    assert "<b>$5.0" in shown._head.value
+    assert "<b>$5.00" in shown._head.value
 
 
 def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser):
@@ -220,11 +224,12 @@ def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser)
     shown.start()
     assert "application/vnd.jupyter.widget-view+json" in browser[0]
     say(folder, step_event(21), step_event(22))
-    shown._thread.join(3 * panel.INTERVAL_S)
-    assert shown._thread.is_alive() and "<b>22</b>" in shown._head.value
+    until(lambda: "<b>22</b>" in shown._head.value)
+    assert shown._thread.is_alive()
     shown.close()
     shown.close()
-    assert not shown._thread.is_alive() and len(browser) == 2
+    until(lambda: not shown._thread.is_alive())
+    assert len(browser) == 2
     assert browser[1]._repr_png_()[0].startswith(b"\x89PNG") and shown.box.comm is None
 
 

@@ -101,7 +101,10 @@ def test_requests_between_two_boundaries_are_all_obeyed(tiny_config, tmp_path, t
     assert runfolder.read_manifest(tmp_path)["applied"] == {"revision": 2, "overlay": {"training.noise": 0.01}}
 
 
-def test_a_pause_stops_the_clocks_obeys_flips_and_spoils_no_sample(tiny_config, tmp_path, train_here):
+def test_a_pause_stops_the_clocks_obeys_flips_and_spoils_no_sample(
+    tiny_config, tmp_path, train_here, clock, monkeypatch
+):
+    monkeypatch.setattr("upsnb.worker.requests.time.sleep", clock.advance)
     beats = []
 
     def at_step(step):
@@ -123,11 +126,10 @@ def test_a_pause_stops_the_clocks_obeys_flips_and_spoils_no_sample(tiny_config, 
     assert resumed["paused_s"] > 1.0 and len(beats) > 15, "hearts beat on"
     steps = kinds(events, "step")
     before, after = steps[11], steps[12]
-    assert after["step"] == 13 and after["time_s"] - before["time_s"] < resumed["paused_s"] / 2
-    assert after["step_time_ms"] < 500 * resumed["paused_s"]
+    assert after["step"] == 13 and after["time_s"] - before["time_s"] < 0.1 and after["step_time_ms"] < 100
     assert not any(event["steady"] for event in steps[12:17])
     (end,) = kinds(events, "end")
-    assert end["train_time_s"] < events[-1]["time"] - kinds(events, "start")[0]["time"] - resumed["paused_s"] + 0.1
+    assert end["train_time_s"] < 0.5, "on this clock all that takes long is the pause"
 
 
 def test_a_paused_run_can_be_stopped(tiny_config, tmp_path, train_here):
@@ -267,7 +269,6 @@ def test_under_skip_a_live_flip_leaves_out_what_cannot_run_and_names_it(tiny_con
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_live_run_obeys_refuses_and_measures(tiny_config, tmp_path, num_ranks):
     config = tiny_config(**{"training.num_gpus": num_ranks, "training.batch_size": 2, "stages.operator.epochs": 100000})
@@ -294,7 +295,7 @@ def test_a_live_run_obeys_refuses_and_measures(tiny_config, tmp_path, num_ranks)
         assert back["phases"] == {"activation_checkpointing": False}
     finally:
         run.stop()
-        run.wait(60)
+        run.wait()
     steps = run.events(("step",))
     assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))  # no step lost, none twice
     large = [event for event in steps if flip["step"] < event["step"]]

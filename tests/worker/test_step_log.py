@@ -1,7 +1,5 @@
 """Step events: everything a reader is promised, and an end to training that has lost its weights."""
 
-import time
-
 import pytest
 import torch
 
@@ -13,11 +11,11 @@ from upsnb.worker.step_log import MOST_NONFINITE, StepLog
 
 
 @pytest.fixture
-def log(tmp_path):
-    clock = StepClock(torch.device("cpu"))
-    clock.start()
+def log(tmp_path, clock):
+    steps = StepClock(torch.device("cpu"))
+    steps.start()
     events = EventWriter(tmp_path)
-    yield StepLog(events, clock, lambda *observed: None)
+    yield StepLog(events, steps, lambda *observed: None)
     events.close()
 
 
@@ -27,9 +25,9 @@ def add(log: StepLog, step: int, loss: float) -> None:
     log.add(known, torch.tensor(loss), {"relative": torch.tensor(loss)}, torch.tensor(1.0), samples=8)
 
 
-def test_each_step_is_one_event_with_its_terms(log, tmp_path):
+def test_each_step_is_one_event_with_its_terms(log, clock, tmp_path):
     for step in range(1, 9):
-        time.sleep(0.002)
+        clock.advance(0.002)
         add(log, step, 1.0 / step)
     events = read_events(tmp_path, ("step",))
     assert [event["step"] for event in events] == list(range(1, 9))

@@ -1,8 +1,9 @@
 """What GPUs say of themselves, as events of rank 0; the driver is played by functions."""
 
-import time
+import threading
 
 import torch
+from waiting import until
 
 from upsnb.runs import events as wire
 from upsnb.training.parallel import Ranks
@@ -19,16 +20,15 @@ def sample_for_a_moment(folder, monkeypatch, ranks, readings) -> list[dict]:
     monkeypatch.setattr(telemetry, "READINGS", readings)
     writer = wire.EventWriter(folder)
     with telemetry.telemetry(ranks, writer, lambda: 7, every_s=0.01):
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and not wire.read_events(folder, ("telemetry",)) and ranks.rank == 0:
-            time.sleep(0.01)
-            if ranks.device.type == "cpu" or all(ask is refuse for ask, _ in readings.values()):
-                break
-    said = wire.read_events(folder)
-    time.sleep(0.05)
-    assert wire.read_events(folder) == said  # the thread has ended with the block
+        if "telemetry" in threads():
+            until(lambda: wire.read_events(folder, ("telemetry",)))
+    assert "telemetry" not in threads()
     writer.close()
-    return said
+    return wire.read_events(folder)
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
 
 
 def test_every_local_gpu_is_read_in_its_unit_under_the_current_step(tmp_path, monkeypatch):
