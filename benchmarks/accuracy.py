@@ -26,6 +26,13 @@ from upsnb.training.setup import load_model
 
 TASKS = {"darcy": "params/darcy_5min.yaml", "advection": "params/advection_5min.yaml"}
 DOUBLE = "2D_DarcyFlow_beta1.0_res128.hdf5"
+PEER = {  # a Fourier neural operator with the same data, augmentation, noise and minutes; in float32, uncompiled
+    "model.build": "upsnb.models.fno:build",
+    "optimizer.name": "adamw",
+    "operator.pdet.attention": "sdpa",
+    "training.amp": False,
+    "training.compile": False,
+}
 VARIANTS = {
     "darcy": {
         "default: patch tokens, local basis": {},
@@ -36,6 +43,7 @@ VARIANTS = {
         "with inverse encoding loss": {"training.lambda_inv_enc": 0.1},
         "AdamW alone": {"optimizer.name": "adamw"},
         "without augmentation": {"data.datasets.darcy.augment": False},
+        "peer: FNO of upsnb/models/fno.py": {**PEER, "model.settings": {"width": 32, "modes": 16, "depth": 4}},
     },
     "advection": {
         "default: patch tokens, local basis, 4 frames a call": {},
@@ -53,6 +61,12 @@ VARIANTS = {
         "with inverse losses, re-encoding": {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1},
         "AdamW alone": {"optimizer.name": "adamw"},
         "without augmentation": {"data.datasets.advection.augment": False},
+        "peer: FNO of upsnb/models/fno.py": {  # ten frames in and one out: what PDEBench's own is trained with
+            **PEER,
+            "model.settings": {"width": 32, "modes": 24, "depth": 4},
+            "data.datasets.advection.input_frames": 10,
+            "data.datasets.advection.output_frames": 1,
+        },
     },
 }
 

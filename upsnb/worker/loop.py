@@ -181,7 +181,8 @@ class Loop:
                 for name, dataset in datasets.items()
             },
         )
-        queries = self.config.training.query_sampling
+        training, resident = self.config.training, setup.loader.residency == "device"
+        queries = training.query_sampling
         for name, dataset in datasets.items():
             points = math.prod(dataset.source.grid_shape)
             if queries.num_queries and queries.num_queries >= points and queries.jitter == 0:
@@ -189,8 +190,6 @@ class Loop:
                     f"training.query_sampling.num_queries is {queries.num_queries} and {name} has {points} grid points "
                     "-> every point is compared, nothing is sampled"
                 )
-
-        training, resident = self.config.training, setup.loader.residency == "device"
         if resident and training.num_workers > 0:
             self._warn(
                 f"training.num_workers is {training.num_workers} and all data lives on the device -> it changes "
