@@ -20,6 +20,7 @@ OTHER = {  # a valid value that is not the default, for settings whose type does
     "optimizer.betas": [0.8, 0.95],
     "optimizer.foreach": True,
     "guards.validation_reference": "outputs/baseline",
+    "model.settings": {"width": 8},
 }
 OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesConfig.model_fields}
 NEEDS = {  # other settings without which a value would contradict the rest

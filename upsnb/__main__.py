@@ -69,12 +69,8 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
         hardware.check_runnable(phases.skip_missing(config, machine)[0] if skips else config, machine)
     if folder is None:
         folder = runfolder.new_folder(config.logging.name, config.logging.root)
-    elif (folder / runfolder.MANIFEST).exists():
-        status, _ = runfolder.state(folder)
-        if status in runfolder.ALIVE:
-            raise RunError(f"{folder}: its run is {status} -> attach to it, or stop it first")
-        if not config.checkpoint.resume:
-            raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
+    else:
+        runfolder.check_free(folder, config)
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REPORT).unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
@@ -134,7 +130,7 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
     passed: dict = {"preset": ""} if files else {}
     flat: dict = {}
     for where, values in sources:
-        for key, value in _pieces(values):
+        for key, value in overlays.pieces(values):
             if key == "run_folder":
                 problems.append("run_folder: is chosen with -o")
             elif key in own or (key == "preset" and where == "-p"):
@@ -157,15 +153,6 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
     return passed, config
 
 
-def _pieces(overlay: dict) -> list[tuple[str, object]]:
-    """Single settings where sections are nested: a misspelt key must not hide a wrong value beside it."""
-    pieces = []
-    for key, value in overlay.items():
-        nested = key in RunConfig.model_fields and isinstance(value, dict)
-        pieces += [(f"{key}.{name}", inner) for name, inner in value.items()] if nested else [(key, value)]
-    return pieces
-
-
 def _defaults(notebook: Path) -> dict:
     """Names that the notebook's parameters cell defines, with their values where these are plain data."""
     try:
@@ -176,13 +163,11 @@ def _defaults(notebook: Path) -> dict:
     if source is None:
         raise RunError(f"{notebook}: no cell is tagged `parameters` -> tag the one that defines preset and sections")
     defaults = {}
-    for node in ast.parse("".join(source)).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for name in (target.id for target in targets if isinstance(target, ast.Name)):
-            try:
-                defaults[name] = ast.literal_eval(node.value)
-            except ValueError:
-                defaults[name] = {} if name in RunConfig.model_fields else None
+    for name, value in overlays.assignments("".join(source)).items():
+        try:
+            defaults[name] = ast.literal_eval(value)
+        except ValueError:
+            defaults[name] = {} if name in RunConfig.model_fields else None
     return defaults
 
 

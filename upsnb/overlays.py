@@ -212,11 +212,8 @@ def from_notebook(variables: dict, own: Collection[str] = (), injected: Collecti
         value = variables.get(name)
         if name in passed_over or not isinstance(value, plain):
             continue
-        if name in RunConfig.model_fields and isinstance(value, dict):
-            for key, inner in value.items():  # one by one: a misspelt key must not hide a wrong value beside it
-                collect({f"{name}.{key}": inner}, where)
-        else:
-            collect({name: value}, where, unset=value is None and name not in injected)
+        for key, inner in pieces({name: value}):
+            collect({key: inner}, where, unset=value is None and name not in injected)
     try:
         config = apply(RunConfig(), flat, where)
     except ConfigError as error:
@@ -224,6 +221,15 @@ def from_notebook(variables: dict, own: Collection[str] = (), injected: Collecti
     if problems:
         raise ConfigError(problems, where)
     return config
+
+
+def pieces(overlay: dict) -> list[tuple[str, object]]:
+    """Settings one by one where sections are nested: a misspelt key must not hide a wrong value beside it."""
+    found = []
+    for key, value in overlay.items():
+        nested = key in RunConfig.model_fields and isinstance(value, dict)
+        found += [(f"{key}.{name}", inner) for name, inner in value.items()] if nested else [(key, value)]
+    return found
 
 
 def _preset_path(preset: str) -> Path:
@@ -235,6 +241,16 @@ def _preset_path(preset: str) -> Path:
     return next((path for path in candidates if path.is_file()), candidates[-1])
 
 
+def assignments(source: str) -> dict[str, ast.expr | None]:
+    """Names that a cell assigns at its top level, in order, and the expression each was given last."""
+    found: dict[str, ast.expr | None] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = getattr(node, "targets", None) or [node.target]
+            found |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
 def _parameter_names(variables: dict) -> tuple[list[str], list[str]]:
     """Names assigned in the latest parameters cell, and in the one papermill injected; none if history does not tell.
 
@@ -244,12 +260,9 @@ def _parameter_names(variables: dict) -> tuple[list[str], list[str]]:
     injected: list[str] = []
     for source in variables.get("In") or ():
         try:
-            body = ast.parse(source).body
+            assigned = list(assignments(source))
         except SyntaxError:  # a cell with IPython magics is no parameters cell
             continue
-        targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
-        targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
-        assigned = [target.id for target in targets if isinstance(target, ast.Name)]
         if source.startswith("# Parameters"):  # papermill's
             injected += assigned
         elif "preset" in assigned:

@@ -249,6 +249,11 @@ def is_on(phase: Phase, config: RunConfig) -> bool:
     return all(setting(config, path) == value for path, value in phase.on.items())
 
 
+def names_on(config: RunConfig) -> list[str]:
+    """Names of the phases of the recipe that a config has."""
+    return [phase.name for phase in PHASES if is_on(phase, config)]
+
+
 def off_overlay(phase: Phase, base: RunConfig) -> dict[str, object]:
     """What switching a phase off asks of a run that was started as `base`: its own settings, as they were without.
 

@@ -310,8 +310,10 @@ def test_findings_do_not_advise_what_is_on_or_cannot_run(tiny_config):
     (row,) = report.findings(made(**{"launch gaps": 0.3}), config, hardware.detect())
     assert row["phase"] is None and row["sentence"].endswith("; phase 1, compile (on already)")
     cpu = hardware.Hardware("cpu", 1, "a processor", 16.0, 4)
-    (row,) = report.findings(made(optimizer=0.3), config, cpu)  # its attention has no backward on a CPU
-    assert row["phase"] == "foreach"
+    (row,) = report.findings(made(communication=0.3), config, cpu)
+    assert row["phase"] is None and "NCCL speaks between CUDA devices and this run is on the CPU)" in row["sentence"]
+    (row,) = report.findings(made(optimizer=0.3), config, cpu)
+    assert row["phase"] == "fused"
     both = tiny_config(**{"optimizer.foreach": True})
     (row,) = report.findings(made(optimizer=0.3), both, cpu)
     assert row["phase"] is None and "AdamW is either fused or foreach" in row["sentence"]

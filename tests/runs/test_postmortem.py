@@ -81,7 +81,7 @@ def test_end_event_of_an_earlier_segment_does_not_count(tmp_path):
 def test_exit_code_0_without_its_checkpoint_is_no_success(tmp_path):
     ended(tmp_path, checkpoint=False)
     assert cause(tmp_path, 0) == "all ranks ended with exit code 0 but left no checkpoint"
-    assert postmortem.has_checkpoint(tmp_path), "of an earlier step, to continue from"
+    assert checkpoint_index.is_there(tmp_path), "of an earlier step, to continue from"
 
 
 def test_earliest_failure_is_the_cause(tmp_path):

@@ -234,7 +234,7 @@ def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser)
 
 
 def test_headless_watch_prints_lines_until_the_run_ends(folder, capsys, monkeypatch):
-    for name in panel.INTERACTIVE:
+    for name in handle.INTERACTIVE:
         monkeypatch.delenv(name, raising=False)
     shown = Panel(handle.Run.attach(folder))
     assert shown.watch(0) == "running" and "step 1" in capsys.readouterr().out

@@ -174,7 +174,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "start_up_s": start_up(run, events),
         "num_steps": ranks[0]["num_steps"],
         "batch_size": config.training.batch_size,
-        "phases_on": [phase.name for phase in phases.PHASES if phases.is_on(phase, config)],
+        "phases_on": phases.names_on(config),
         "settings": overlays.difference(RunConfig(), config),
     }
     report["findings"] = findings(report, config, machine)

@@ -10,7 +10,7 @@ import pandas as pd
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
-from upsnb.phases import PHASES, is_on
+from upsnb.phases import names_on
 from upsnb.report.figures import RunFigures, end_of_last_launch, read_evaluation
 from upsnb.report.file import finish, number
 from upsnb.report.style import save
@@ -81,7 +81,7 @@ def run_numbers(run: Run) -> dict:
 def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
     """Phases that were on at the end: as the last launch or obeyed flip says, else as the run was started."""
     said = [event for event in events if event["kind"] == "start" or (event["kind"] == "flip" and event["applied"])]
-    started = [phase.name for phase in PHASES if is_on(phase, config)]
+    started = names_on(config)
     return said[-1].get("phases_on", started) if said else started
 
 

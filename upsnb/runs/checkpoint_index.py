@@ -11,7 +11,6 @@ Knows nothing of tensors, so that readers of a run need no torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upsnb.errors import RunError
-from upsnb.runs.runfolder import CHECKPOINTS, write_json
+from upsnb.runs.files import read_json, write_json
+from upsnb.runs.runfolder import CHECKPOINTS
 
 FORMAT = 2
 INDEX = "index.json"
@@ -46,7 +46,7 @@ def read_index(folder: Path | str) -> dict:
             f"start in a new folder, or delete the folder {CHECKPOINTS} to start anew"
         )
     try:
-        index = json.loads((place / INDEX).read_text())
+        return read_json(place / INDEX, FORMAT)
     except FileNotFoundError:
         if any(place.glob("step-*")):
             raise RunError(
@@ -54,15 +54,8 @@ def read_index(folder: Path | str) -> dict:
                 f"{CHECKPOINTS} to start anew"
             ) from None
         return {"format": FORMAT, **dict.fromkeys(ROLES), "checkpoints": {}}
-    except ValueError as error:
-        raise RunError(
-            f"{place / INDEX}: not JSON ({error}) -> delete the folder {CHECKPOINTS} to start anew"
-        ) from None
-    if index.get("format") != FORMAT:
-        raise RunError(
-            f"{place / INDEX}: format {index.get('format')!r}, this version reads {FORMAT} -> start in a new folder"
-        )
-    return index
+    except RunError as error:
+        raise RunError(f"{error} -> start in a new folder, or delete the folder {CHECKPOINTS} to start anew") from None
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -232,27 +225,35 @@ def choose(folder: Path | str, which: str = "latest") -> Chosen | None:
 
 def _fault(path: Path, files: dict[str, dict]) -> str | None:
     """The first thing wrong with a checkpoint's files; sizes first, because they cost nothing."""
+    fault = _gap(path, files)
+    if fault is not None:
+        return fault
+    wrong = (name for name, entry in files.items() if digest(path / name) != entry)
+    return next((f"{name} does not match its checksum" for name in wrong), None)
+
+
+def _gap(path: Path, files: dict[str, dict]) -> str | None:
+    """The first file of a checkpoint that is missing or of another length."""
     for name, entry in files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
         if (path / name).stat().st_size != entry["bytes"]:
             return f"{name} has {(path / name).stat().st_size} bytes of {entry['bytes']}"
-    for name, entry in files.items():
-        if digest(path / name) != entry:
-            return f"{name} does not match its checksum"
     return None
 
 
 def is_there(folder: Path | str, step: int | None = None) -> bool:
-    """Whether a checkpoint is there with all its files in their full length, of a certain step if one is given."""
+    """Whether a checkpoint is there with all its files in their full length.
+
+    Args:
+        step: of this one, such as the step that a run ended at; empty: of any, to continue from.
+    """
     try:
         index = read_index(folder)
     except RunError:
         return False
-    for name in _named(index):
-        entry = index["checkpoints"][name]
-        paths = {home(folder) / name / file: digest["bytes"] for file, digest in entry["files"].items()}
-        whole = all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
-        if whole and step in (None, entry["step"]):
-            return True
-    return False
+    entries = {name: index["checkpoints"][name] for name in _named(index)}
+    return any(
+        step in (None, entry["step"]) and _gap(home(folder) / name, entry["files"]) is None
+        for name, entry in entries.items()
+    )

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from upsnb.errors import RunError
+
 RESERVE = ".reserve"  # given up when the disk is full, so that the end can still be written down
 RESERVE_BYTES = 1 << 20
 
@@ -37,6 +39,22 @@ def write_json(path: Path, value, last_words: bool = False) -> None:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == 2 or not last_words:
                 raise
             (path.parent / RESERVE).unlink(missing_ok=True)
+
+
+def read_json(path: Path, version: int) -> dict:
+    """The mapping in a JSON file that carries its format's version.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunError: it is damaged, or of another version.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RunError(f"{path}: not JSON ({error})") from None
+    if values.get("format") != version:
+        raise RunError(f"{path}: format {values.get('format')!r}, this version reads {version}")
+    return values
 
 
 def fill_reserve(folder: Path) -> None:

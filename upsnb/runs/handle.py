@@ -22,6 +22,11 @@ SECONDS_TO_OBEY = 900.0  # until a request or a launch is acknowledged: a step t
 _supervisors: list[subprocess.Popen] = []  # a pipe closes with its object, and a rebound variable must not end training
 
 
+def is_headless() -> bool:
+    """Whether nobody sits in front of this process: papermill, nbval, a script."""
+    return not any(name in os.environ for name in INTERACTIVE)
+
+
 class Run:
     """A run by its folder: what it is doing, what it said, and requests to it."""
 
@@ -233,7 +238,7 @@ def start(
     for phase, reason in skipped.items():
         print(f"skipped {phase}: {reason}", flush=True)
     if attached is None:
-        attached = not any(name in os.environ for name in INTERACTIVE)
+        attached = is_headless()
     command = [sys.executable, "-m", "upsnb.runs.supervisor", str(folder)]
     command += ["--attached"] if attached else []
     command += ["--worker", str(Path(worker).absolute())] if worker else []

@@ -12,12 +12,11 @@ from datetime import datetime
 from pathlib import Path
 
 from upsnb.errors import OutOfMemory
-from upsnb.runs import checkpoint_index, runfolder
+from upsnb.runs import checkpoint_index, recovery, runfolder
 
 # Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
 # and torchrun terminates those that are left.
 OWN_DEATHS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-MESSAGE_LENGTH = 300
 RELAUNCH = "relaunch"  # event with which workers end that are to be launched again
 SUMMARY_ENTRY = re.compile(
     r"time +: (?P<time>\S+)\n.*?\n? *rank +: (?P<rank>\d+) \(local_rank: \d+\)\n +exitcode +: (?P<code>-?\d+) "
@@ -49,7 +48,7 @@ def examine(folder: Path, exit_code: int, log_start: int) -> Ending:
         end = _end_event(folder)
         if end is None:
             return Ending("failed", "all ranks ended with exit code 0 but wrote no end event", None, 0)
-        if not has_checkpoint(folder, end["step"]):
+        if not checkpoint_index.is_there(folder, end["step"]):
             return Ending("failed", "all ranks ended with exit code 0 but left no checkpoint", None, 0)
         if end["kind"] == RELAUNCH:
             return Ending("relaunching", None, None, 0, relaunch=end)
@@ -107,11 +106,6 @@ def read_failures(folder: Path) -> list[dict]:
     return sorted(failures, key=lambda failure: failure["time"])
 
 
-def has_checkpoint(folder: Path, step: int | None = None) -> bool:
-    """Whether a checkpoint is there with all its files: any to continue from, or that of the step a run ended at."""
-    return checkpoint_index.is_there(folder, step)
-
-
 def _end_event(folder: Path) -> dict | None:
     """The end or relaunch event of the last segment; those of earlier segments say nothing about it."""
     last = runfolder.read_events(folder, ("segment", "end", RELAUNCH))[-1:]
@@ -120,9 +114,7 @@ def _end_event(folder: Path) -> dict | None:
 
 def _describe(failure: dict) -> str:
     where = "before its first step" if failure["step"] is None else f"at step {failure['step']}"
-    message = " ".join(failure["message"].split())
-    if len(message) > MESSAGE_LENGTH:
-        message = message[: MESSAGE_LENGTH - 3] + "..."
+    message = recovery.shortened(failure["message"])
     return f"rank {failure['rank']} raised {failure['type']} {where}: {message}".removesuffix(": ")
 
 

@@ -47,10 +47,8 @@ def marked(identity: str) -> list[int]:
     return found
 
 
-def kill_marked(identity: str, signal_number: int = signal.SIGKILL) -> list[int]:
-    """Signal every process of a supervisor's launch except the caller."""
-    pids = marked(identity)
-    for pid in pids:
+def kill_marked(identity: str) -> None:
+    """Kill every process of a supervisor's launch except the caller."""
+    for pid in marked(identity):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal_number)
-    return pids
+            os.kill(pid, signal.SIGKILL)

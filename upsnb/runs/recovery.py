@@ -16,6 +16,7 @@ from upsnb.runs import runfolder
 
 OUT_OF_MEMORY = {"OutOfMemoryError", "OutOfMemory", "MemoryError"}  # torch's for CUDA, ours, Python's
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # torch raises a plain RuntimeError on the CPU
+MESSAGE_LENGTH = 300
 COMPILE_ERRORS = {  # from torch._dynamo.exc and torch._inductor.exc, in any torch since 2.11
     "TorchDynamoException",  # BackendCompilerFailed, InductorError, TorchRuntimeError, Unsupported and kin
     "OperatorIssue",
@@ -27,8 +28,8 @@ COMPILE_ERRORS = {  # from torch._dynamo.exc and torch._inductor.exc, in any tor
 }
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and all that caused it."""
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and all that caused it, the outermost first."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -39,19 +40,24 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory of the device or of the host ran out, however deep in the chain of causes."""
     return any(
-        OUT_OF_MEMORY & {kind.__name__ for kind in type(e).__mro__} or CPU_ALLOCATOR in str(e) for e in _chain(error)
+        OUT_OF_MEMORY & {kind.__name__ for kind in type(e).__mro__} or CPU_ALLOCATOR in str(e) for e in chain(error)
     )
 
 
 def is_compile_failure(error: BaseException) -> bool:
     """Whether compiling failed: tracing, lowering, or a C++ or Triton compiler that is missing or gives up."""
-    return any(COMPILE_ERRORS & {kind.__name__ for kind in type(e).__mro__} for e in _chain(error))
+    return any(COMPILE_ERRORS & {kind.__name__ for kind in type(e).__mro__} for e in chain(error))
 
 
-def in_one_line(error: BaseException, length: int = 300) -> str:
+def in_one_line(error: BaseException) -> str:
     """Type and first words of an error."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return shortened(f"{type(error).__name__}: {error}")
+
+
+def shortened(text: str) -> str:
+    """The beginning of a message, in one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= MESSAGE_LENGTH else text[: MESSAGE_LENGTH - 3] + "..."
 
 
 def sizes(batch_size: int, accum_steps: int) -> list[tuple[int, int]]:

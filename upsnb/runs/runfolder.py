@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -21,7 +20,7 @@ from upsnb.runs.events import Heartbeat as Heartbeat
 from upsnb.runs.events import Tail as Tail
 from upsnb.runs.events import read_events as read_events
 from upsnb.runs.events import read_heartbeats
-from upsnb.runs.files import fill_reserve, locked
+from upsnb.runs.files import fill_reserve, locked, read_json
 from upsnb.runs.files import write_json as write_json
 from upsnb.runs.processes import is_alive
 
@@ -45,14 +44,9 @@ SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's 
 def read_manifest(folder: Path) -> dict:
     """The manifest as plain data."""
     try:
-        manifest = json.loads((Path(folder) / MANIFEST).read_text())
+        return read_json(Path(folder) / MANIFEST, FORMAT)
     except FileNotFoundError:
         raise RunError(f"{folder}: has no {MANIFEST} -> not a run folder") from None
-    except ValueError as error:
-        raise RunError(f"{folder}/{MANIFEST}: not JSON ({error})") from None
-    if manifest.get("format") != FORMAT:
-        raise RunError(f"{folder}/{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}")
-    return manifest
 
 
 @dataclass(frozen=True)
@@ -131,8 +125,9 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
     folder = new_folder(config.logging.name, config.logging.root) if folder is None else Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     segments: list[dict] = []
+    check_free(folder, config)
     if (folder / MANIFEST).exists():
-        segments = _release(folder, config)
+        segments = _release(folder)
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
     fill_reserve(folder)
     configs.save(config, folder / CONFIG)
@@ -178,13 +173,22 @@ def new_folder(name: str, root: str = "outputs") -> Path:
     raise RunError(f"{root}/{stem}: and 999 more exist -> choose another logging.name")
 
 
-def _release(folder: Path, config: RunConfig) -> list[dict]:
-    """Check that an ended run may be continued and drop its old requests; its segments so far."""
+def check_free(folder: Path, config: RunConfig) -> None:
+    """
+    Raises:
+        RunError: the folder holds a run that is alive, or one that the config does not continue.
+    """
+    if not (folder / MANIFEST).exists():
+        return
     status, _ = state(folder)
     if status in ALIVE:
         raise RunError(f"{folder}: its run is {status} -> attach to it, or stop it first")
     if not config.checkpoint.resume:
         raise RunError(f"{folder}: already holds a run -> choose another folder, or set checkpoint.resume: true")
+
+
+def _release(folder: Path) -> list[dict]:
+    """Drop an ended run's old requests; its segments so far."""
     segments = read_manifest(folder)["segments"]
     shutil.copy(folder / CONFIG, folder / f"config.segment{max(len(segments) - 1, 0)}.yaml")
     if (folder / CONTROL).exists():  # a stop or a flip asked of the old segment is not asked of the next
@@ -220,15 +224,10 @@ class Control:
 
 def read_control(folder: Path | str) -> Control:
     """What is asked of the run now; cheap enough (30 microseconds) for every step boundary of rank 0."""
-    path = Path(folder) / CONTROL
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(Path(folder) / CONTROL, FORMAT)
     except FileNotFoundError:
         return Control()
-    except ValueError as error:
-        raise RunError(f"{path}: not JSON ({error})") from None
-    if values.get("format") != FORMAT:
-        raise RunError(f"{path}: format {values.get('format')!r}, this version reads {FORMAT}")
     revision, command, asked = values["revision"], values.get("command"), dict(values.get("asked", {}))
     by_hand = revision > max(asked.values(), default=0)
     if by_hand:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from upsnb import config as configs
 from upsnb import overlays
-from upsnb.runs import files, postmortem, recovery, runfolder
+from upsnb.runs import checkpoint_index, files, postmortem, recovery, runfolder
 from upsnb.runs.postmortem import Ending
 from upsnb.runs.processes import MARK, SEGMENT, kill_marked, marked, process_identity
 
@@ -98,7 +98,7 @@ class Supervisor:
             flip = end.relaunch
             shrinks = end.out_of_memory and not self._stop_asked() and self._shrink(end.cause)
             if flip is None and not shrinks:  # one that asks for less is no restart: it ends at single pairs
-                may_continue = end.crashed and not self._stop_asked() and postmortem.has_checkpoint(self.folder)
+                may_continue = end.crashed and not self._stop_asked() and checkpoint_index.is_there(self.folder)
                 if not may_continue or restarts >= self.config.training.max_restarts:
                     return end
                 restarts += 1

@@ -11,7 +11,7 @@ from IPython.display import display
 
 from upsnb.runs import handle
 from upsnb.runs.table import UNREADABLE, find_root, table
-from upsnb.widgets.panel import INTERVAL_S, Panel, is_headless
+from upsnb.widgets.panel import INTERVAL_S, Panel
 
 
 class RunBrowser:
@@ -59,7 +59,7 @@ class RunBrowser:
             self._place.children = (self.panel.box,)
 
     def _ipython_display_(self) -> None:
-        if is_headless():
+        if handle.is_headless():
             display(table(self.root))
             return
         display(self.box)

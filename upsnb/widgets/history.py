@@ -11,6 +11,7 @@ import numpy as np
 
 from upsnb.phases import label
 from upsnb.runs.events import Tail
+from upsnb.widgets.progress import progress
 
 MOST_BUCKETS = 300  # of a curve; each has a least and a greatest value, so a curve has at most 600 points
 MOST_WARNINGS = 20
@@ -221,9 +222,7 @@ class History:
             self.warnings = [*self.warnings, event][-MOST_WARNINGS:]
 
     def _take_flip(self, event: dict) -> None:
-        names = ("revision", "step", "applied", "changes", "phases", "reason", "duration_ms")
-        flip = Flip(**{name: event.get(name) for name in names})
-        flip.cold, flip.skipped = event.get("cold", False), event.get("skipped", {})
+        flip = Flip(**{name: event[name] for name in Flip.__dataclass_fields__ if name in event})
         self._by_revision[flip.revision], self.relaunching = flip, False
         if flip.changes or flip.skipped or not flip.applied:
             self.flips.append(flip)
@@ -263,17 +262,12 @@ class History:
         return max((time.time() if alive else self.last) - self.launched, 0.0)
 
     def progress(self) -> tuple[float, float]:
-        """(share done, seconds of training left); the clock or the last epoch ends training, whichever is first."""
-        total, limit = self.start.get("total_steps"), self.start.get("time_limit_s")
+        """(share done, seconds of training left)."""
         if self.end is not None:
             return 1.0, 0.0
         if not self.step:
             return 0.0, math.inf
-        by_steps = self.step / total if total else 0.0
-        by_clock = self.time_s / limit if limit else 0.0
-        left = [self.time_s * (1 / by_steps - 1)] if by_steps else []
-        left += [limit - self.time_s] if limit else []
-        return min(max(by_steps, by_clock), 1.0), max(min(left, default=math.inf), 0.0)
+        return progress(self.start, self.step, self.time_s)
 
     def rate(self) -> float:
         """Samples per second over the latest steady steps; NaN before there are some."""

@@ -7,7 +7,6 @@ only writes control.json. Works with ipywidgets 7.7 and 8, and with callbacks on
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 
@@ -20,7 +19,7 @@ from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
 from upsnb.runs import runfolder
-from upsnb.runs.handle import INTERACTIVE, Run
+from upsnb.runs.handle import Run, is_headless
 from upsnb.widgets import charts, html, snapshot
 from upsnb.widgets.busy_kernel import serve_clicks
 from upsnb.widgets.history import History, plain
@@ -243,7 +242,7 @@ class Panel:
                 self._problems.clear()
                 act()
             except (UpsError, OSError) as error:
-                self._said = "not sent: " + "; ".join(getattr(error, "problems", [str(error)]))
+                self._said = "not sent: " + "; ".join(map(str, getattr(error, "problems", [error])))
             self.refresh()
 
     def _clicked(self, phase: Phase, on: bool) -> None:
@@ -345,8 +344,3 @@ class Panel:
             field.disabled = not alive
             if path not in self._edited:
                 field.value = setting(desired, path) or 0
-
-
-def is_headless() -> bool:
-    """Whether nobody sits in front of this kernel: papermill, nbval, a script."""
-    return not any(name in os.environ for name in INTERACTIVE)

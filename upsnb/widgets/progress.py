@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 EVERY_S = 5.0  # between two lines at first
@@ -22,7 +23,7 @@ class Progress:
         self._log = log
         self._start: dict = {}
         self._steps: list[dict] = []  # since the last line
-        self._shown_s = float("-inf")
+        self._shown_s = -math.inf
 
     def __call__(self, event: dict) -> None:
         """Take the next event."""
@@ -65,13 +66,13 @@ class Progress:
             return
         last, step_s = self._steps[-1], [step["step_time_ms"] / 1e3 for step in self._steps]
         samples = sum(step["samples_per_s"] * seconds for step, seconds in zip(self._steps, step_s))
-        left_s = self._left_s(last)
+        _, left_s = progress(self._start, last["step"], last["time_s"])
         parts = (
             f"step {last['step']:,}",
             f"epoch {last['epoch'] + 1}",
             f"loss {self._losses()}",
             f"{_number(samples / sum(step_s))} samples/s",
-            duration(last["time_s"]) + (f", {duration(left_s)} left" if left_s < float("inf") else ""),
+            duration(last["time_s"]) + (f", {duration(left_s)} left" if left_s < math.inf else ""),
         )
         self._log(" | ".join(parts))
         self._shown_s = last["time_s"]
@@ -87,12 +88,18 @@ class Progress:
             return _number(next(iter(means.values())))
         return ", ".join(f"{name} {_number(mean)}" for name, mean in sorted(means.items()))
 
-    def _left_s(self, step: dict) -> float:
-        """Until the clock or the last epoch ends training, whichever comes first."""
-        total, limit = self._start.get("total_steps"), self._start.get("time_limit_s")
-        by_steps = step["time_s"] * (total / step["step"] - 1) if total else float("inf")
-        by_clock = limit - step["time_s"] if limit else float("inf")
-        return max(min(by_steps, by_clock), 0.0)
+
+def progress(start: dict, step: int, time_s: float) -> tuple[float, float]:
+    """(share done, seconds of training left); the clock or the last epoch ends training, whichever is first.
+
+    Args:
+        start: the launch's `start` event.
+    """
+    total, limit = start.get("total_steps"), start.get("time_limit_s")
+    by_steps, by_clock = step / total if total else 0.0, time_s / limit if limit else 0.0
+    left = [time_s * (1 / by_steps - 1)] if by_steps else []
+    left += [limit - time_s] if limit else []
+    return min(max(by_steps, by_clock), 1.0), max(min(left, default=math.inf), 0.0)
 
 
 def duration(seconds: float) -> str:

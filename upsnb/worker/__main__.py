@@ -104,16 +104,13 @@ def _record_failure(folder: Path, error: BaseException, heartbeat: runfolder.Hea
 
 def is_disk_full(error: BaseException, folder: Path) -> bool:
     """Whether an error comes from a disk without space, however deep in its chain of causes."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    for cause in recovery.chain(error):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if os.strerror(errno.ENOSPC) in str(error):  # wrapped as text, as distributed checkpoints do
+        if os.strerror(errno.ENOSPC) in str(cause):  # wrapped as text, as distributed checkpoints do
             return True
-        error = error.__cause__ or error.__context__
     # what torch writes by itself reports "unexpected pos" and no errno
-    return isinstance(seen[0], (OSError, RuntimeError)) and shutil.disk_usage(folder).free < 1 << 16
+    return isinstance(error, (OSError, RuntimeError)) and shutil.disk_usage(folder).free < 1 << 16
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Schedule
-from upsnb.phases import PHASES, is_on, skip_missing
+from upsnb.phases import names_on, skip_missing
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.runs.runfolder import Launch
@@ -78,23 +78,23 @@ class Flips:
                 self.setup.update(new)
         except Exception as error:  # whatever it was, the run must go on as it did before
             problem = f"{type(error).__name__}: {error}"
-        failed = self._failures(problem)
+        failed = self.failures(problem)
         if not failed and not cold:  # on all ranks or none: compile now, while it can be undone
-            failed = self._failures(self._try_compiling())
+            failed = self.failures(self._try_compiling())
         if failed and self.setup.config is not old:
             self.setup.update(old)
         if failed:
             new, skipped = old, {}
         elif cold:
             described = {**self._difference(old, new), "skipped": skipped, "overlay": self._overlay(new)}
-            self.request = {"revision": revision, "since": since, **described, "phases_on": _phases_on(old)}
+            self.request = {"revision": revision, "since": since, **described, "phases_on": names_on(old)}
             return RELAUNCH
         if self.ranks.rank == 0:
             outcome = {"applied": not failed, "reason": "; ".join(failed) or None, "skipped": skipped, "cold": False}
             self._answer(step, old, new, time.perf_counter() - started, outcome, memory_before)
         return CHANGED if new != old else NOTHING
 
-    def _failures(self, problem: str) -> list[str]:
+    def failures(self, problem: str) -> list[str]:
         """Which ranks have a problem, and what; the same on all ranks."""
         problems = parallel.all_gather_objects(self.ranks, problem)
         return [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
@@ -135,7 +135,7 @@ class Flips:
             revision=self.revision,
             **outcome,
             **described,
-            phases_on=_phases_on(new),
+            phases_on=names_on(new),
             overlay=self._overlay(new),
             duration_ms=round(1e3 * duration_s, 3),
         )
@@ -152,7 +152,8 @@ class Flips:
         return overlays.difference(self.base, config)
 
     def _difference(self, old: RunConfig, new: RunConfig) -> dict:
-        switched = {phase.name: is_on(phase, new) for phase in PHASES if is_on(phase, new) != is_on(phase, old)}
+        before, after = names_on(old), names_on(new)
+        switched = {name: name in after for name in (*before, *after) if (name in after) != (name in before)}
         return {"changes": overlays.difference(old, new), "phases": switched}
 
     def _forget_peak(self) -> None:
@@ -191,10 +192,6 @@ class Flips:
             )
         self.before = deque(self.after, maxlen=WINDOW_STEPS)
         self.after = None
-
-
-def _phases_on(config: RunConfig) -> list[str]:
-    return [phase.name for phase in PHASES if is_on(phase, config)]
 
 
 def _samples_and_seconds(samples_per_s: float, step_time_ms: float) -> tuple[float, float]:

@@ -17,7 +17,6 @@ from upsnb.errors import ConfigError, OutOfMemory, RunError
 from upsnb.phases import BY_NAME, is_on, off_overlay
 from upsnb.runs import recovery, runfolder
 from upsnb.runs.events import EventWriter
-from upsnb.training import parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.worker.flips import WINDOW_STEPS, Flips
@@ -203,8 +202,7 @@ class Guards:
             if not recovery.is_compile_failure(error):
                 raise
             problem = recovery.in_one_line(error)
-        problems = parallel.all_gather_objects(self.ranks, problem)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        failed = self.flips.failures(problem)
         if failed:
             self._switch_compile_off("; ".join(failed), step)
         return bool(failed)

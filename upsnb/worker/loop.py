@@ -15,7 +15,7 @@ from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig, StageConfig
 from upsnb.models.surrogate import count_parameters
-from upsnb.phases import PHASES, is_on
+from upsnb.phases import names_on
 from upsnb.profile.recorder import Profiler, parameters_by_part
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
@@ -159,7 +159,7 @@ class Loop:
             self.position.step,
             num_ranks=self.ranks.world_size,
             device=self.ranks.device.type,
-            phases_on=[phase.name for phase in PHASES if is_on(phase, self.config)],
+            phases_on=names_on(self.config),
             parameters=count_parameters(setup.model),
             operator_parameters=parameters_by_part(setup.model)["operator"],
             total_steps=self.total_steps,
