@@ -4,7 +4,8 @@
     python benchmarks/accuracy.py --data FOLDER --variants --minutes 1 --seeds 0  # the structure's variants
 
 Each run is a run folder of its own, trained through the same launcher as everything else. Results go to
-outputs/reference/accuracy/<name>.json, one row a run, with hardware and versions; `--readme` prints them as a table.
+outputs/reference/accuracy/<name>.json, one row a run, with hardware and versions; benchmarks/readme.py
+writes them into the documents.
 The last 10 % of each file's samples are never trained on, nor selected on.
 """
 

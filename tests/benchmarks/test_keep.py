@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import keep
-import minutes
 import nbformat
 import pytest
+import readme
 import yaml
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
@@ -19,7 +19,7 @@ from upsnb.runs import runfolder
 ROOT = runfolder.project_root()
 KEPT = sorted(path for path in keep.REFERENCE.rglob("*") if path.is_file())
 PICTURE = base64.b64encode(b"any bytes").decode() + "/tmp/is/chance"
-HERE = {"device": "cpu", "num_cores": minutes.CORES}
+HERE = {"device": "cpu", "num_cores": readme.CORES}
 
 
 def executed(folder: Path, text: str = "", name: str = "01_train", root: Path = ROOT, **given) -> Path:
@@ -114,29 +114,32 @@ def test_other_paths_failures_and_gaps_are_refused_and_nothing_is_written(tmp_pa
 
 
 def test_minutes_are_those_of_kept_notebooks_on_two_cores(tmp_path):
-    assert minutes.minutes("01_train", tmp_path) == []
-    assert "not measured" in minutes.table(tmp_path)
+    assert readme.minutes("01_train", tmp_path) == []
+    assert "not measured" in readme.notebooks(tmp_path)
     keep.keep(executed(tmp_path / "a"), "quick", tmp_path / "kept")
     keep.keep(executed(tmp_path / "b", name="04_phases", block_s=5.0), "phases", tmp_path / "kept")
     larger = executed(tmp_path / "c")
     (larger / "report.json").write_text(json.dumps({"hardware": {**HERE, "num_cores": 16}}))
     keep.keep(larger, "quick-16", tmp_path / "kept")
-    rows = minutes.table(tmp_path / "kept").splitlines()
+    rows = readme.notebooks(tmp_path / "kept").splitlines()
     (train,) = [row for row in rows if "01_train" in row]
-    assert train.endswith("what did it cost? | 2.5 |")
+    assert train.startswith("| `notebooks/01_train.ipynb` | Train one ") and train.endswith(" | 2.5 |")
     (phases,) = [row for row in rows if "04_phases" in row]
-    assert phases.endswith("| 2.5 (with block_s 5.0) |")
+    assert phases.endswith(" | 2.5 (block_s 5.0) |")
 
 
-def test_a_params_file_that_says_the_same_is_no_other_setting(tmp_path):
-    """`-f params/quick.yaml` is the notebook's own preset, written out."""
-    same = {**yaml.safe_load((ROOT / "params/quick.yaml").read_text()), "preset": ""}
-    notebook = json.loads((executed(tmp_path / "same", **same) / "notebook.ipynb").read_text())
-    assert minutes.changed(notebook) == {}
-    same["training"] = {**same["training"], "time_limit_s": 20}
-    notebook = json.loads((executed(tmp_path / "shorter", **same) / "notebook.ipynb").read_text())
-    assert minutes.changed(notebook) == {"training.time_limit_s": 20.0}
+def test_settings_of_a_kept_notebook_are_told_briefly(tmp_path):
+    """A params file by its name, unless it is the notebook's own preset; long lists and datasets never."""
 
+    def told(folder: str, file: str = "", **more) -> list[str]:
+        values = yaml.safe_load((ROOT / f"params/{file}.yaml").read_text()) if file else {}
+        path = executed(tmp_path / folder, **{**values, "preset": "", **more}) / "notebook.ipynb"
+        return readme.given(json.loads(path.read_text()))
 
-def test_every_notebook_has_a_question():
-    assert sorted(minutes.QUESTIONS) == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    quick = yaml.safe_load((ROOT / "params/quick.yaml").read_text())
+    assert told("same", "quick") == []
+    assert told("shorter", "quick", training={**quick["training"], "time_limit_s": 20}) == ["time_limit_s 20"]
+    assert told("files", "pdebench_files", seeds=[42]) == ["pdebench_files", "1 seed"]
+    assert told("own", training=dict.fromkeys(("batch_size", "accum_steps", "seed", "num_gpus", "num_workers"), 1)) == [
+        "other settings"
+    ]

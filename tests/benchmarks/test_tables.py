@@ -1,9 +1,8 @@
 """Tables of the documents: made from reports as the notebooks write them, with losses, failures and gaps in them."""
 
-import json
 from types import SimpleNamespace
 
-import measurements
+import pandas as pd
 import pytest
 import readme
 
@@ -13,7 +12,7 @@ from upsnb.compare import turns as shared
 from upsnb.compare.turns import Block, Turns
 from upsnb.errors import RunError
 from upsnb.hardware import Hardware
-from upsnb.phases import PHASES
+from upsnb.phases import EXTRAS, PHASES
 from upsnb.profile import flops, recorder
 from upsnb.profile import report as profiling
 from upsnb.runs import handle, runfolder, throughput
@@ -97,57 +96,53 @@ def rows(text: str) -> dict[str, list[str]]:
     return {next((cell for cell in cells if not cell.isdigit()), ""): cells for cells in split}
 
 
-@pytest.mark.parametrize("make", [measurements.gains, measurements.phase_table])
-def test_phases_that_lose_fail_or_cannot_run_say_so_beside_their_promise(phases_report, make):
-    made = rows(make([phases_report]))
-    found = {name.split()[-1]: " | ".join(cells) for name, cells in made.items()}
-    assert "1.36 | 1.50 [1.50, 1.50] | 1.36 | 1.50 [" in found["compile"]
-    assert "1.10 | 0.80 [0.80, 0.80], slower | 3.75 | 0.80 [0.80, 0.80], slower" in found["bf16"]
-    assert "1.07 | failed: would not start | 2.78 | 1.00 [" in found["data_loading"]
-    assert "1.23 | cannot run here: AdamW already steps in host memory" in found["optimizer_offload"]
+def test_phases_that_lose_fail_or_cannot_run_say_so_beside_their_promise(phases_report):
+    found = {name: " | ".join(cells) for name, cells in rows(readme.phases(phases_report)).items()}
+    assert "1.36 | 1.50 [1.50, 1.50] | 1 | 1.36 | 1.50 [1.50, 1.50] | 1 | 1.50 [" in found["compile"]
+    assert "1.10 | 0.80 [0.80, 0.80], slower | 1 | 3.75 | 0.80 [0.80, 0.80], slower" in found["bf16"]
+    assert "1.07 | failed: workers: would not start" in found["data_loading"]
+    assert " | - | 2.78 | 1.00 [" in found["data_loading"]
+    assert "AdamW already steps in host memory, because this run is on the CPU" in found["optimizer_offload"]
+    assert "1.23 | cannot run here: " in found["optimizer_offload"]
     assert "1.13 | 1.00 [" in found["fused"]
-    assert "1.18 | not measured | 4.41 | not measured" in found["fsdp2"]
+    assert "fsdp2" not in found, "it was not asked for"
+    assert all(f"| {phase.name} | " in readme.facts() for phase in (*PHASES, *EXTRAS))
 
 
-def test_readme_names_machine_versions_date_and_the_set_to_use(phases_report):
-    text = measurements.gains([phases_report])
+def test_phases_name_machine_versions_date_and_the_set_to_use(phases_report):
+    text = readme.phases(phases_report)
     versions = hardware.versions()["torch"]
     assert f"2 cores of an a laptop, torch {versions}, {phases_report['date']};" in text
     assert "Recommended: compile, 1.50 [1.50, 1.50] times the baseline; rests on throughput and memory" in text
-
-
-def test_several_machines_have_columns_of_their_own(phases_report):
     gpu = {**phases_report, "hardware": {**LAPTOP.as_dict(), "device": "cuda", "device_name": "H"}, "settings": {}}
-    text = measurements.gains([phases_report, gpu])
-    assert rows(text)["phase"] == [
-        *("phase", "promised alone", "alone (1)", "alone (2)"),
-        *("promised so far", "added in order (1)", "added in order (2)"),
-    ]
-    assert "(2) 1 x H, torch" in text and "(2) Recommended: compile" in text
+    assert readme.phases(gpu).startswith("1 x H, torch")
 
 
 def test_a_ladder_is_recommended_with_all_its_rungs_and_nothing_where_nothing_gains(phases_report):
     rung = next(row for row in phases_report["ladder"] if row["phase"] == "loss_frequency")
     chosen = {**phases_report["recommended"], "kind": "ladder", "phase": rung["phase"]}
-    said = measurements.recommended({**phases_report, "recommended": chosen})
+    said = ladder.recommended({**phases_report, "recommended": chosen})
     assert said.startswith("Recommended: compile + activation_checkpointing + loss_frequency, ")
     none = ladder.recommend([row for row in phases_report["alone"] if row["phase"] == "bf16"], ladder.CRITERIA)
-    said = measurements.recommended({**phases_report, "recommended": none})
+    said = ladder.recommended({**phases_report, "recommended": none})
     assert said == "Recommended: the baseline, because nothing beat the baseline."
 
 
+def test_what_costs_the_full_set_is_left_out_of_another_that_is_measured(phases_report):
+    less, gaining = phases_report["sets"]
+    assert (less["phase"], gaining["phase"]) == (ladder.LESS, ladder.GAINING)
+    assert "training.amp_dtype" not in less["changes"] and less["changes"]["training.compile"]
+    assert gaining["changes"] == {"training.compile": True}
+
+
 def test_a_rehearsal_says_so_and_promises_stand_beside_what_was_measured(scaling_report):
-    text = measurements.scalings([scaling_report])
+    text = readme.scalings(scaling_report)
     assert scaling_report["rehearsal"] and scaling.REHEARSAL in text
     two = next(row for row in scaling_report["rows"] if row["ranks"] == 2)
     (line,) = [line for line in text.splitlines() if line.startswith("| 2 | ddp | weak |")]
     assert "| 1.7 to 1.9 | 1.00 [1.00, 1.00] |" in line
-    assert line.endswith(f"| {two['communication_share']:.0%} | {two['bytes_per_step'] / 1e6:.3g} |")
-    assert "| 4 | ddp | weak | 3.2 to 3.8 |" in text and "one rank again" in text
-    assert "4-ddp-strong is left out: 5 x accum_steps 2 pairs cannot be shared by 4 ranks" in text
-    assert "says nothing of speed" in measurements.scaling_line(scaling_report)
-    measured = measurements.scaling_line({**scaling_report, "rehearsal": False})
-    assert "2 ranks 1.00 [1.00, 1.00] times one (ddp, weak; promised 1.7 to 1.9)" in measured
+    assert line.endswith(f"| {two['communication_share']:.1%} | {two['bytes_per_step'] / 1e6:.3g} |")
+    assert "| 4 | ddp | strong | - " in text and "5 x accum_steps 2 pairs cannot be shared by 4 ranks" in text
 
 
 def test_a_comparison_shows_each_criterion_and_whether_it_holds(tiny_config, train_here, monkeypatch, tmp_path):
@@ -158,50 +153,49 @@ def test_a_comparison_shows_each_criterion_and_whether_it_holds(tiny_config, tra
         runfolder.update_manifest(tmp_path / name, status="finished")
         arms.append(handle.Run(tmp_path / name))
     made = verdict.compare(*arms, criteria={"speedup": 1e9, "nrmse_ratio": 1.03})
-    found = rows(measurements.comparisons([made]))
-    ratio = made["speedup"]["median"]
-    assert found["samples/s, quick over slow [95 % interval]"][1:] == [
-        "1e+09 (does not hold)",
-        f"{ratio:.2f} (no interval)",
-    ]
-    assert found["test nRMSE over the baseline's"][1:] == ["1.03 (holds)", "advection 1"]
-    assert found["verdict"][2] == "failed" and found["samples/s of two equal arms (A/A)"][2] == "not measured"
+    found, ratio = rows(readme.compare(made)), made["speedup"]["median"]
+    assert found["speedup"][1:] == [">= 1e+09", f"{ratio:.4g}", "no"]  # without equal arms no column for them
+    assert found["throughput over the baseline's"][2] == f"{ratio:.2f} (no interval)"
+    assert found["nrmse_ratio"][1:] == ["<= 1.03", "1", "yes"]
+    assert found["nRMSE over the baseline's, advection"][2] == "1" and found["verdict"][2] == "failed"
 
 
 def test_a_profile_shows_every_share_and_what_stands_out(profile):
     made = profiling.report(profile)
-    text = measurements.profiles([made])
+    text = readme.profile(made)
     found = rows(text)
-    assert [found[name][2] for name in profiling.SHARES] == [f"{made['shares'][name]:.1%}" for name in profiling.SHARES]
+    assert [found[name][1] for name in profiling.SHARES] == [f"{made['shares'][name]:.1%}" for name in profiling.SHARES]
     assert all(f"- {row['sentence']}" in text for row in made["findings"]) and made["findings"]
-    line = measurements.profile_line(made)
-    assert f"MFU {made['mfu']:.1%}" in line and f"backward {made['shares']['backward']:.0%}" in line
+    assert f"at {made['mfu']:.1%} of its matrix peak" in text
 
 
 def test_memory_shows_the_committed_prediction_beside_its_measurement():
     (made,) = readme.reports("memory")
-    found, text = rows(measurements.remembered(made).partition("The largest")[0]), measurements.remembered(made)
+    text = readme.memory(made)
+    found = rows(text.partition("The largest")[0])
     for row in made["rows"]:
-        assert found[row["config"]][1] == f"{row['predicted_gib']:.3f}"
-        assert (row["measured_gib"] is None) == found[row["config"]][2].startswith("not measured: ")
-    assert all(f"{row['batch_size']:,}" in text for row in made["fits"] if row["gpu"] in measurements.FEW_GPUS)
+        assert found[row["config"]][1] == f"{row['predicted_gib']:.4g}"
+        assert (row["measured_gib"] is None) == (found[row["config"]][2] == "-")
+        assert (row["not_measured"] or "-") in found[row["config"]]
+    assert all(f"{row['batch_size']:,}" in text for row in made["fits"])
 
 
 def test_what_nobody_measured_is_not_measured():
-    for make in (measurements.gains, measurements.comparisons, measurements.scalings, measurements.profiles):
-        assert make([]) == "Not measured yet."
-    assert measurements.short([], [], []).count("not measured yet") == 3
-    assert measurements.factor({"median": 1.2, "ci95": [None, None]}) == "1.20 (no interval)"
+    assert readme.of_each(readme.phases, "no such study") == "Not measured yet."
 
 
-def test_a_bar_inside_a_cell_does_not_end_it():
-    assert measurements.table(["a", "b"], [["x|y", "z"]])[2].count("|") == 3
+def test_a_bar_inside_a_cell_does_not_end_it_and_an_empty_column_is_left_out():
+    table = readme.markdown(pd.DataFrame({"a": ["x|y"], "b": ["z"], "c": ["-"]}))
+    assert table.splitlines() == ["| a | b |", "| --- | --- |", "| x/y | z |"]
 
 
-def test_a_section_is_rewritten_wherever_its_marks_stand(monkeypatch):
-    monkeypatch.setitem(readme.SECTIONS, "gains", lambda: "new \\1 lines")
-    text = "before\n<!-- gains -->\nold\n<!-- /gains -->\nafter <!-- gains --> stays"
+def test_a_section_is_rewritten_wherever_its_marks_stand_and_an_unknown_one_is_refused(monkeypatch):
+    monkeypatch.setitem(readme.SECTIONS, "quick", lambda: "new \\1 lines")
+    text = "before\n<!-- quick -->\nold\n<!-- /quick -->\nafter <!-- quick --> stays"
     assert (
-        readme.rewritten(text) == "before\n<!-- gains -->\nnew \\1 lines\n<!-- /gains -->\nafter <!-- gains --> stays"
+        readme.rewritten(text) == "before\n<!-- quick -->\nnew \\1 lines\n<!-- /quick -->\nafter <!-- quick --> stays"
     )
-    assert json.dumps(readme.SECTIONS["conflicts"]())
+    for wrong in ("<!-- slow -->\nold\n<!-- /slow -->", "<!-- quick -->\nwithout an end"):
+        with pytest.raises(ValueError, match="no such section, or no end of it"):
+            readme.rewritten(wrong)
+    assert readme.SECTIONS["conflicts"]()

@@ -84,11 +84,11 @@ def table(report: Mapping) -> pd.DataFrame:
             continue
         expected = getattr(BY_NAME.get(name), "expected", None)
         promised = {"alone": expected and expected.factor, "ladder": expected and expected.cumulative}
-        cells = {"phase": name}
+        cells, nothing = {"phase": name}, "cannot run here" if skipped else "not measured" if expected else "-"
         for (kind, row), which in zip(measured.items(), ("alone", "so far", "without it"), strict=True):
             if kind in promised:
                 cells[f"promised {which}"] = f"{promised[kind]:.2f}" if promised[kind] else "-"
-            cells[TITLES[kind]] = finding(row) if row else "cannot run here" if skipped else "not measured"
+            cells[TITLES[kind]] = finding(row) if row else nothing
             cells[f"GiB {which}"] = number(row.get("memory_gib"), 3)
             cells[f"nRMSE ratio {which}"] = number(row.get("nrmse_ratio"), 3)
         if skipped:

@@ -117,10 +117,9 @@ def table(report: Mapping) -> pd.DataFrame:
         for row in report["rows"]
     ]
     for name, reason in report["skipped"].items():
-        rows.append(
-            {**dict(zip(("ranks", "wrapper", "mode"), name.split("-"))), "over one rank": f"left out: {reason}"}
-        )
-    return pd.DataFrame(rows).fillna("-")
+        entry = dict(zip(("ranks", "wrapper", "mode"), name.split("-")))
+        rows.append({**dict.fromkeys(rows[0] if rows else (), "-"), **entry, "over one rank": f"left out: {reason}"})
+    return pd.DataFrame(rows)
 
 
 def write_figures(folder: Path | str) -> dict[str, Path]:

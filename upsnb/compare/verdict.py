@@ -297,7 +297,7 @@ def _criteria(report: Mapping) -> list[tuple[str, bool]]:
 def quality_speedup(report: Mapping) -> str:
     """How much sooner the optimized arm was as good as the baseline in the end, compilation included."""
     speedup = report["time_to_quality_speedup"]
-    return f"{number(speedup, 3)} times as fast" if speedup else "not reached"
+    return f"{speedup:.2f} times as fast" if speedup else "not reached"
 
 
 def errors(report: Mapping) -> dict[str, str]:

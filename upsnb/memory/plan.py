@@ -11,11 +11,10 @@ import torch
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
-from upsnb.memory.ledger import KINDS
 from upsnb.memory.measure import MeasuringProcess
 from upsnb.memory.predict import CUDA_GRANULARITY, Footprint, Predictor
 from upsnb.phases import BY_NAME, is_on
-from upsnb.report.file import finish
+from upsnb.report.file import finish, number
 
 FORMAT, KIND = 1, "memory"
 GPUS_GIB = {  # what CUDA reports as a device's total memory; less than the name says
@@ -275,22 +274,16 @@ def mib(kinds: Mapping[str, int]) -> dict[str, float]:
 
 def table(made: dict) -> pd.DataFrame:
     """Predicted beside measured, a row per config."""
-    columns = {
-        "predicted_gib": "predicted [GiB]",
-        "measured_gib": "measured [GiB]",
-        "error_percent": "error [%]",
-        "not_measured": "not measured, because",
-    }
-    return pd.DataFrame(made["rows"]).set_index("config")[list(columns)].rename(columns=columns).fillna("-")
-
-
-def module_table(footprint: Footprint, most: int = 12) -> pd.DataFrame:
-    """MiB at the peak by module and kind, the largest modules first, the rest in one row."""
-    modules = pd.DataFrame(footprint.account.by_module()).T / 2**20
-    modules = modules[[kind for kind in KINDS if modules[kind].any()]]
-    if len(modules) > most:
-        modules = pd.concat((modules[:most], modules[most:].sum().to_frame("all others").T))
-    return modules.assign(all=modules.sum(axis=1)).round(2)
+    return pd.DataFrame(
+        {
+            "config": row["config"],
+            "predicted [GiB]": number(row["predicted_gib"]),
+            "measured [GiB]": number(row["measured_gib"]),
+            "error [%]": "-" if row["error_percent"] is None else f"{round(row['error_percent'], 2) + 0.0:+.2f}",
+            "not measured, because": row["not_measured"] or "-",
+        }
+        for row in made["rows"]
+    )
 
 
 def fits_table(fitting: list[dict]) -> pd.DataFrame:
@@ -300,9 +293,13 @@ def fits_table(fitting: list[dict]) -> pd.DataFrame:
     return wide.loc[frame["phases"].unique(), frame["gpu"].unique()]
 
 
+def worst(made: dict) -> str:
+    """How far off the predictions are."""
+    errors = [abs(row["error_percent"]) for row in made["rows"] if row["error_percent"] is not None]
+    said = f"largest error {max(errors):.2g} % of {len(errors)}" if errors else "none measured"
+    return f"{said}, {made['measured_by'] or 'on this machine'}"
+
+
 def summary(made: dict) -> str:
     """A plan in a few lines."""
-    errors = [abs(row["error_percent"]) for row in made["rows"] if row["error_percent"] is not None]
-    worst = f"largest error {max(errors):.2g} % of {len(errors)}" if errors else "none measured"
-    measured = f"{worst}, {made['measured_by'] or 'on this machine'}"
-    return "\n".join((table(made).to_string(), measured, fits_table(made["fits"]).to_string()))
+    return "\n".join((table(made).to_string(index=False), worst(made), fits_table(made["fits"]).to_string()))

@@ -85,11 +85,6 @@ def table(report: Mapping) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def findings_table(report: Mapping) -> pd.DataFrame:
-    """What stands out and the phase for it, largest first."""
-    return pd.DataFrame(report["findings"], columns=["sentence", "share", "phase"]).round({"share": 3})
-
-
 def answers_table(report: Mapping) -> pd.DataFrame:
     """Five questions and their answers."""
     return pd.Series({f"{question}?": found["answer"] for question, found in report["questions"].items()}).to_frame("")
