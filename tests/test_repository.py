@@ -288,6 +288,14 @@ def test_every_path_in_a_document_exists(path):
         assert (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
+def test_every_change_in_a_document_can_be_made():
+    changes = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/extending.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(changes) == 5
+    for change in changes:
+        done = subprocess.run(["git", "apply", "--check"], input=change, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + change
+
+
 def test_readme_says_what_every_room_and_notebook_is_for():
     text = (ROOT / "README.md").read_text()
     assert re.findall(r"^\| `upsnb/(\w+)/` \| \w", text, re.MULTILINE) == [room for room in ROOMS if room]

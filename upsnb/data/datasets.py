@@ -110,6 +110,17 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
     family.generate(path, made.num_samples, made.parameter, **settings)
 
 
+def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> None:
+    """Generate the files of all datasets that name none and have none yet; `root` is the project's."""
+    for chosen in config.data.datasets.values():
+        ensure_generated(chosen, root / config.data.root, log)
+
+
+def open_all(config: RunConfig, root: Path) -> dict[str, Dataset]:
+    """Open every dataset of a config; `root` is the project's."""
+    return {name: open_dataset(name, config, root / config.data.root) for name in config.data.datasets}
+
+
 def open_dataset(name: str, config: RunConfig, root: Path) -> Dataset:
     """Open, check and split one dataset and measure its training statistics.
 

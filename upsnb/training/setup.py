@@ -15,7 +15,7 @@ from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, Loader
-from upsnb.data.datasets import Dataset, Outline, ensure_generated, open_dataset
+from upsnb.data.datasets import Dataset, Outline, generate_missing, open_all
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, RunError
 from upsnb.models import surrogate
@@ -41,12 +41,10 @@ COMPILED = (  # prefixes of settings that compiled code depends on
 
 def open_datasets(config: RunConfig, root: Path, ranks: Ranks, log: Callable[[str], None]) -> dict[str, Dataset]:
     """All datasets of a config; rank 0 generates what is missing while the others wait."""
-    home = root / config.data.root
     if ranks.rank == 0:
-        for chosen in config.data.datasets.values():
-            ensure_generated(chosen, home, log)
+        generate_missing(config, root, log)
     parallel.barrier(ranks)
-    return {name: open_dataset(name, config, home) for name in config.data.datasets}
+    return open_all(config, root)
 
 
 @dataclass
