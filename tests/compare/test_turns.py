@@ -1,0 +1,62 @@
+"""Turns cancel what drifts: their order, and ratios of throughput with intervals."""
+
+import numpy as np
+import pytest
+
+from upsnb.compare.turns import Block, interleave, ratio_of_turns
+from upsnb.compare.verdict import NOISE
+
+
+def blocks(rates: dict[str, list[float]], seed: int = 0) -> list[Block]:
+    """Turns of one second; `rates` by arm, one a round."""
+    return [Block(arm, seed, turn, rate, 1.0) for arm, those in rates.items() for turn, rate in enumerate(those)]
+
+
+def test_drift_that_hits_both_arms_leaves_the_ratio_alone():
+    drift = np.linspace(1.0, 0.4, 12)
+    found = ratio_of_turns(blocks({"a": list(10 * drift), "b": list(30 * drift)}), "b", "a")
+    assert found["median"] == pytest.approx(3.0)
+    assert found["ci95"] == pytest.approx([3.0, 3.0])
+
+
+def test_equal_arms_have_an_interval_around_one_and_noise_widens_it():
+    draw = np.random.default_rng(0)
+    widths = []
+    for noise in (0.01, 0.1):
+        rates = {arm: list(10 * draw.normal(1, noise, 30)) for arm in ("a", NOISE)}
+        low, high = ratio_of_turns(blocks(rates), NOISE, "a")["ci95"]
+        assert low < 1 < high
+        widths.append(high - low)
+    assert widths[0] < widths[1]
+
+
+def test_rounds_in_which_one_arm_had_no_turn_do_not_count():
+    found = ratio_of_turns(blocks({"a": [1.0, 1.0], "b": [2.0, 2.0, 50.0]}), "b", "a")
+    assert found["num_rounds"] == 2 and found["median"] == 2.0
+    assert ratio_of_turns(blocks({"a": [1.0]}), "b", "a")["median"] is None
+
+
+class Arm:
+    """A run by what its turns give: (samples, seconds) of steady steps, None for the turn in which it ends."""
+
+    def __init__(self, name: str, order: list[str], *found):
+        self.name, self.order, self.found, self.last_step = name, order, list(found), 0
+
+    def is_alive(self) -> bool:
+        return bool(self.found)
+
+    def take(self, seconds: float):
+        self.order.append(self.name)
+        return self.found.pop(0)
+
+
+def test_turns_go_back_and_forth_and_one_without_a_steady_step_changes_neither_order_nor_ratio():
+    order: list[str] = []
+    a = Arm("a", order, (8.0, 1.0), (0.0, 0.0), (8.0, 1.0), None)
+    b = Arm("b", order, (16.0, 1.0), (99.0, 1.0), (16.0, 1.0), (50.0, 1.0), None)
+    found = interleave({"a": a, "b": b}, 0, 1.0, lambda text: None)
+    assert "".join(order) == "ab" + "ba" + "ab" + "ba" + "b"
+    assert [(block.arm, block.round) for block in found if block.round < 3] == [
+        *(("a", 0), ("b", 0), ("b", 1), ("a", 2), ("b", 2)),
+    ]
+    assert ratio_of_turns(found, "b", "a")["num_rounds"] == 2 and ratio_of_turns(found, "b", "a")["median"] == 2.0

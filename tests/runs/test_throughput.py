@@ -1,0 +1,52 @@
+"""The one definition of how fast a run is: steady steps alone, whole windows, an interval where there are several."""
+
+import numpy as np
+import pytest
+from made_runs import step
+
+from upsnb.runs.throughput import steady_throughput
+
+
+def test_only_steady_steps_count():
+    events = [step(n, ms=5000.0, steady=False) for n in range(1, 6)] + [step(n) for n in range(6, 46)]
+    speed = steady_throughput(events)
+    assert speed["num_windows"] == 4
+    assert speed["median"] == pytest.approx(160) and speed["ci95"] == pytest.approx([160, 160])
+
+
+def test_interval_contains_the_median_and_repeats():
+    random = np.random.default_rng(1)
+    events = [step(n, ms=ms) for n, ms in enumerate(random.uniform(50, 150, 400), start=1)]
+    speed = steady_throughput(events)
+    low, high = speed["ci95"]
+    assert low < speed["median"] < high and high - low < 20
+    assert steady_throughput(events) == speed
+
+
+def test_window_is_samples_over_seconds_and_not_a_mean_of_rates():
+    events = [step(n, ms=(100.0, 300.0)[n % 2]) for n in range(1, 41)]
+    assert steady_throughput(events)["median"] == pytest.approx(16 / 0.2, rel=0.01)
+
+
+def test_window_passes_over_validations_but_not_over_a_relaunch():
+    validated_every_half_second = [step(n, ms=100.0 if n % 6 else 9000.0, steady=n % 6 > 0) for n in range(1, 61)]
+    speed = steady_throughput(validated_every_half_second)
+    assert speed["num_windows"] == 5 and speed["median"] == pytest.approx(160)
+    relaunched = [step(n) for n in range(1, 7)] + [{"kind": "segment", "step": 6}] + [step(n) for n in range(7, 13)]
+    assert steady_throughput(relaunched)["num_windows"] == 0
+    assert steady_throughput([e for e in relaunched if e["kind"] == "step"])["num_windows"] == 1
+
+
+def test_window_holds_as_many_steps_as_there_are_datasets():
+    events = [step(n, ms=2000.0, names=[("a", "b", "c")[n % 3]]) for n in range(1, 10)]
+    assert steady_throughput(events)["num_windows"] == 3
+
+
+@pytest.mark.parametrize("events", [[], [step(1, steady=False)], [step(1)]])
+def test_without_a_window_nothing_is_claimed(events):
+    assert steady_throughput(events) == {"median": None, "ci95": [None, None], "num_windows": 0}
+
+
+def test_one_window_has_no_interval():
+    speed = steady_throughput([step(n) for n in range(1, 12)])
+    assert speed["median"] == pytest.approx(160) and speed["ci95"] == [None, None] and speed["num_windows"] == 1
