@@ -159,7 +159,7 @@ def test_a_run_that_cannot_be_profiled_says_why_at_once(tiny_config, tmp_path):
         report.take(run)
     run.resume()
     runfolder.update_manifest(tmp_path, status="finished")
-    with pytest.raises(RunError, match="the run finished before its profile was done -> profile a longer run"):
+    with pytest.raises(RunError, match="finished before its profile event -> profile a longer run"):
         report.take(run)
 
 

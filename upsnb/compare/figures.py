@@ -26,7 +26,7 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 
 @styled
-def speed(blocks: Sequence[dict], ratios: Mapping[str, Mapping], *, baseline: str, title: str = "") -> Figure:
+def speed(blocks: Sequence[dict], ratios: Mapping[str, Mapping], *, baseline: str) -> Figure:
     """Left, throughput of every turn in its order; right, ratios to the baseline with 95 % intervals.
 
     Args:
@@ -35,7 +35,7 @@ def speed(blocks: Sequence[dict], ratios: Mapping[str, Mapping], *, baseline: st
     """
     names = list(dict.fromkeys(block["arm"] for block in blocks))
     colour = colours(names)
-    figure = empty_figure(7.2, 2.9, title)
+    figure = empty_figure(7.2, 2.9)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for name in names:
         turns = [number for number, block in enumerate(blocks, 1) if block["arm"] == name]
@@ -69,14 +69,14 @@ def speed(blocks: Sequence[dict], ratios: Mapping[str, Mapping], *, baseline: st
 
 
 @styled
-def quality(curves: Mapping[str, Sequence[tuple]], *, target: float | None = None, title: str = "") -> Figure:
+def quality(curves: Mapping[str, Sequence[tuple]], *, target: float | None = None) -> Figure:
     """Validation nRMSE over training time and over samples seen, one curve a run; the dashed line is the target.
 
     Args:
         curves: arm -> [(time [s], samples, nRMSE [-]) of every validation, as arrays], one entry a seed.
     """
     colour = colours(list(curves))
-    figure = empty_figure(7.2, 2.9, title)
+    figure = empty_figure(7.2, 2.9)
     axes = figure.subplots(1, 2, sharey=True)
     for name, runs in curves.items():
         for seed, (times, samples, nrmse) in enumerate(runs):
@@ -99,7 +99,7 @@ def quality(curves: Mapping[str, Sequence[tuple]], *, target: float | None = Non
 
 
 @styled
-def outcome(arms: Mapping[str, Sequence[dict]], title: str = "") -> Figure:
+def outcome(arms: Mapping[str, Sequence[dict]]) -> Figure:
     """Error of each dataset and memory of a rank, by arm; a dot a seed, the bar their mean.
 
     Args:
@@ -107,7 +107,7 @@ def outcome(arms: Mapping[str, Sequence[dict]], title: str = "") -> Figure:
     """
     colour = colours(list(arms))
     datasets = list(next(iter(arms.values()))[0]["nrmse"])
-    figure = empty_figure(7.2, 2.7, title)
+    figure = empty_figure(7.2, 2.7)
     axes = figure.subplots(1, len(datasets) + 1, squeeze=False)[0]
     panels = [(f"{name}: nRMSE", "-", lambda run, name=name: run["nrmse"][name]) for name in datasets]
     panels.append(("peak memory of a rank", "GiB", lambda run: run["peak_memory_gib"]))

@@ -18,14 +18,14 @@ from upsnb.runs.runfolder import FIGURES, REPORT
 
 
 @styled
-def promise_and_measurement(report: Mapping, title: str = "") -> Figure:
+def promise_and_measurement(report: Mapping) -> Figure:
     """Throughput over the reference's, a row a phase: hollow grey is promised, filled is measured with its interval.
 
     Blue gains, vermillion loses, and a pale dot is one whose interval holds 1.
     """
     panels = [(kind, report[kind]) for kind in TITLES if report[kind]]
     names = list(dict.fromkeys(row["phase"] for _, rows in panels for row in rows)) + list(report["skipped"])
-    figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2), title)
+    figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2))
     axes = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
     for ax, (kind, rows) in zip(axes, panels):
         _rows(ax, rows, names)

@@ -22,12 +22,11 @@ MARKERS = {"weak": "o", "strong": "s", AGAIN: "o"}
 
 
 @styled
-def throughput(report: Mapping, title: str = "") -> Figure:
+def throughput(report: Mapping) -> Figure:
     """Left, samples per second over one rank's, with the ideal dashed and the promised range in grey; right, the share
     of a step that waits for communication."""
-    if report["rehearsal"]:
-        title = " - ".join(filter(None, (title, "rehearsal: more ranks than devices, not a measurement of speed")))
-    figure = empty_figure(7.2, 3.3, title)
+    rehearsal = "rehearsal: more ranks than devices, not a measurement of speed"
+    figure = empty_figure(7.2, 3.3, rehearsal if report["rehearsal"] else "")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     rows = [row for row in report["rows"] if row["ratio"]["median"] is not None]
     counts = sorted({1, *(row["ranks"] for row in report["rows"])})

@@ -17,7 +17,6 @@ from upsnb.runs.handle import Run
 from upsnb.runs.throughput import throughput_ratio
 
 POLL_S = 0.05
-SECONDS_TO_OBEY = 900.0  # until a pause or a launch is acknowledged: a step that compiles may take that long
 ENDLESS = {  # a run that only gives throughput: nothing but steps, until it is stopped
     "stages.operator.epochs": 1_000_000,
     "training.time_limit_s": None,
@@ -54,11 +53,9 @@ class Turns:
         turns.wait("paused", turns.run.pause())
         return turns
 
-    def read(self) -> list[dict]:
-        """Events since the last call."""
-        new = list(self._tail.read())
-        self.events += new
-        return new
+    def read(self) -> None:
+        """Take the events since the last call."""
+        self.events += self._tail.read()
 
     def is_alive(self) -> bool:
         """Whether it has not finished yet.
@@ -72,16 +69,17 @@ class Turns:
         return status in runfolder.ALIVE
 
     def wait(self, kind: str, revision: int = 0) -> None:
-        """Return once an event of the kind, of this revision or a later one, is there or the run has finished."""
-        deadline = time.monotonic() + SECONDS_TO_OBEY
-        while not any(e["kind"] == kind and e.get("revision", revision) >= revision for e in self.events):
-            alive = self.is_alive()  # before its last events are read
-            self.read()
-            if not alive:
-                return
-            if time.monotonic() > deadline:
-                raise RunError(f"{self.run.folder}: no {kind} event for {SECONDS_TO_OBEY:g} s\n{self.run.log_tail(10)}")
-            time.sleep(POLL_S)
+        """Return once an event of the kind, of this revision or a later one, is there or the run has finished.
+
+        Raises:
+            RunError: it failed, or did not obey in time.
+        """
+        try:
+            self.run.wait_for(kind, revision)
+        except RunError:
+            if self.is_alive():
+                raise
+        self.read()
 
     def take(self, seconds: float) -> tuple[float, float] | None:
         """Let it train for so long; (samples, seconds) of its steady steps, None where it finished on the way."""
@@ -93,10 +91,10 @@ class Turns:
             time.sleep(POLL_S)
         if self.is_alive():
             self.wait("paused", self.run.pause())
-        if not self.is_alive():
-            self.read()
-            return None
+        alive = self.is_alive()  # before its last events are read
         self.read()
+        if not alive:
+            return None
         steps = [event for event in self.events[before:] if event["kind"] == "step" and event["steady"]]
         times = [step["step_time_ms"] / 1e3 for step in steps]
         return sum(step["samples_per_s"] * time_s for step, time_s in zip(steps, times)), sum(times)

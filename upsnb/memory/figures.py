@@ -31,17 +31,18 @@ from upsnb.report.style import (
 
 COLOURS = dict(zip(KINDS, (BLUE, SKY, GREY, GREEN, ORANGE, VERMILLION, PURPLE), strict=True))
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+MOST_MODULES = 12  # that have a bar of their own
 VISIBLE = 0.004  # share of the largest bar below which a kind is not drawn nor named
 
 
 @styled
-def predicted_beside_measured(rows: Sequence[Mapping], *, title: str = "") -> Figure:
+def predicted_beside_measured(rows: Sequence[Mapping]) -> Figure:
     """Two bars a config, stacked by kind: full colours predicted, pale ones measured.
 
     Args:
         rows: from `bars`; "measured_bytes" is the allocator's own total.
     """
-    figure = empty_figure(7.2, 0.9 + 0.52 * len(rows), title)
+    figure = empty_figure(7.2, 0.9 + 0.52 * len(rows))
     ax = figure.subplots()
     largest = max(sum(row["predicted"].values()) for row in rows)
     unit, scale = _unit(largest)
@@ -94,7 +95,7 @@ def _name_kinds(ax: Axes, stacks: Sequence[Mapping[str, int]], largest: float, m
 
 
 @styled
-def through_a_step(account: Account, *, title: str = "") -> Figure:
+def through_a_step(account: Account) -> Figure:
     """Memory by kind while the step goes on, stacked; its fullest moment marked."""
     times, levels = account.timeline()
     begin = account.marks[0][0] if account.marks else 0
@@ -103,7 +104,7 @@ def through_a_step(account: Account, *, title: str = "") -> Figure:
     marks = [(start / 1e3, what) for start, what in account.marks]
     total = levels.sum(axis=1)
     unit, scale = _unit(total.max())
-    figure = empty_figure(7.2, 3.2, title)
+    figure = empty_figure(7.2, 3.2)
     ax = figure.subplots()
     seen = [i for i in range(len(KINDS)) if levels[:, i].max() > VISIBLE * total.max()]
     ends = np.append(times, end)
@@ -143,13 +144,13 @@ def through_a_step(account: Account, *, title: str = "") -> Figure:
 
 
 @styled
-def by_module(table: Mapping[str, Mapping[str, int]], *, most: int = 12, title: str = "") -> Figure:
+def by_module(table: Mapping[str, Mapping[str, int]]) -> Figure:
     """Where the fullest moment's bytes belong: a bar a module, stacked by kind, the largest first."""
-    modules = dict(list(table.items())[:most])
-    rest = list(table.values())[most:]
+    modules = dict(list(table.items())[:MOST_MODULES])
+    rest = list(table.values())[MOST_MODULES:]
     if rest:
         modules["all others"] = {kind: sum(row[kind] for row in rest) for kind in KINDS}
-    figure = empty_figure(7.2, 1.0 + 0.24 * len(modules), title)
+    figure = empty_figure(7.2, 1.0 + 0.24 * len(modules))
     ax = figure.subplots()
     whole = sum(sum(row.values()) for row in modules.values())
     largest = max(sum(row.values()) for row in modules.values())
@@ -168,11 +169,11 @@ def by_module(table: Mapping[str, Mapping[str, int]], *, most: int = 12, title: 
 
 
 @styled
-def largest_batch(table: pd.DataFrame, *, title: str = "") -> Figure:
+def largest_batch(table: pd.DataFrame) -> Figure:
     """Largest batch by phase set (rows) and device (columns): numbers on a logarithmic colour."""
     values = np.maximum(table.to_numpy(dtype=float), 0)
     positive = values[values > 0]
-    figure = empty_figure(7.2, 1.3 + 0.34 * len(table), title)
+    figure = empty_figure(7.2, 1.3 + 0.34 * len(table))
     ax = figure.subplots()
     ax.grid(False)
     low, high = (positive.min(), positive.max()) if positive.size else (1, 10)

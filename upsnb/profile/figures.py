@@ -19,13 +19,13 @@ LEAST_DRAWN = 0.005  # of a step; smaller parts would be labels without bars
 
 
 @styled
-def where_a_step_goes(report: Mapping, title: str = "") -> Figure:
+def where_a_step_goes(report: Mapping) -> Figure:
     """Milliseconds of a mean step by part: blue computes, vermillion waits, grey is between steps.
 
     With several ranks a bar is their mean and the dots are the ranks.
     """
     names = [name for name in SHARES if report["shares"][name] >= LEAST_DRAWN]
-    figure = empty_figure(7.2, 1.0 + 0.3 * len(names), title)
+    figure = empty_figure(7.2, 1.0 + 0.3 * len(names))
     ax = figure.subplots()
     for place, name in enumerate(names):
         share, time_ms = report["shares"][name], report["parts_ms"][name]
@@ -46,10 +46,10 @@ def where_a_step_goes(report: Mapping, title: str = "") -> Figure:
 
 
 @styled
-def start_up(report: Mapping, title: str = "") -> Figure:
+def start_up(report: Mapping) -> Figure:
     """What happened between launch and first step, one after the other."""
     parts = {name: value for name, value in report["start_up_s"].items() if not name.startswith("compiling")}
-    figure = empty_figure(7.2, 0.9 + 0.3 * len(parts), title)
+    figure = empty_figure(7.2, 0.9 + 0.3 * len(parts))
     ax, begin = figure.subplots(), 0.0
     for place, value in enumerate(parts.values()):
         ax.barh(place, value, 0.62, left=begin, color=BLUE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from upsnb import overlays, phases
 from upsnb.config import RunConfig
-from upsnb.errors import RunError
+from upsnb.errors import RunError, RunTimeout
 from upsnb.hardware import Hardware
 from upsnb.memory import plan, predict
 from upsnb.profile.recorder import profile_name
@@ -29,7 +28,6 @@ COMPUTED = (FORWARD, INVERSE, BACKWARD, OPTIMIZER)
 LEAST_SHARE = 0.05  # below it a finding is not worth a phase
 LOW_MFU = 0.3
 FULL = 0.8  # of the device's memory
-SECONDS_TO_PROFILE = 900.0
 MEANINGS = {
     DATA: "until batches are there: reading, or gathering what is resident, and augmentation",
     COPY: "host memory to device memory, as far as the step waits for it",
@@ -43,7 +41,7 @@ MEANINGS = {
 }
 
 
-def take(run: Run, timeout_s: float = SECONDS_TO_PROFILE) -> dict:
+def take(run: Run) -> dict:
     """Ask a live run for a profile and wait for its `profile` event.
 
     Raises:
@@ -51,20 +49,15 @@ def take(run: Run, timeout_s: float = SECONDS_TO_PROFILE) -> dict:
     """
     if runfolder.read_control(run.folder).paused:
         raise RunError(f"{run.folder}: is paused and takes no steps -> run.resume() first")
-    revision, deadline = run.profile(), time.monotonic() + timeout_s
-    while True:
-        status = run.status()  # before the events, so that the last ones of a run are not missed
-        found = [event for event in run.events(("profile",)) if event["revision"] >= revision]
-        if found and found[0]["reason"]:
-            raise RunError(f"{run.folder}: could not be profiled: {found[0]['reason']}")
-        if found:
-            return found[0]
-        if status not in runfolder.ALIVE:
-            why = f" ({run.cause()})" if run.cause() else ""
-            raise RunError(f"{run.folder}: the run {status} before its profile was done{why} -> profile a longer run")
-        if time.monotonic() > deadline:
-            raise RunError(f"{run.folder}: no profile within {timeout_s:g} s\n{run.log_tail(10)}")
-        time.sleep(0.2)
+    try:
+        taken = run.wait_for("profile", run.profile())
+    except RunTimeout:
+        raise
+    except RunError as error:
+        raise RunError(f"{error} -> profile a longer run") from None
+    if taken["reason"]:
+        raise RunError(f"{run.folder}: could not be profiled: {taken['reason']}")
+    return taken
 
 
 def read(folder: Path | str, num_ranks: int) -> list[dict]:

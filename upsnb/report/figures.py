@@ -71,14 +71,14 @@ class RunFigures:
         return [name for name, result in self.results.items() if result["per_time"]]
 
     @once
-    def prediction(self, name: str, pick: str = "median") -> Figure:
-        """Truth, prediction and error: in 1-D of one sample over space and time, in 2-D of each kept sample."""
+    def prediction(self, name: str) -> Figure:
+        """Truth, prediction and error: in 1-D of the median sample over space and time, in 2-D of each kept sample."""
         kept, family = self._examples(name), FAMILIES[self.config.data.datasets[name].family]
         truth, forecast, inputs = kept["truth"][:, :, 0], kept["forecast"][:, :, 0], kept["inputs"][:, -1, 0]
         picks = _picks(len(truth))
         what, quantity = f"{name}, {self.split} split", family.output_channels[0]
         if truth.ndim == 3:
-            i = picks.index(pick) if pick in picks else len(picks) // 2
+            i = len(picks) // 2
             title = (
                 f"{what}: {picks[i]} sample, number {kept['samples'][i]}, nRMSE {kept['nrmse'][i]:.2g} over all frames"
             )
@@ -184,9 +184,9 @@ class RunFigures:
             return {key.removeprefix(f"{name}/"): file[key] for key in file.files if key.startswith(f"{name}/")}
 
 
-def data_samples(dataset: Dataset, num_samples: int = 4) -> Figure:
-    """The first training samples: space-time images in 1-D, input over output in 2-D."""
-    chosen, family = dataset.splits["train"][:num_samples], dataset.family
+def data_samples(dataset: Dataset) -> Figure:
+    """The first four training samples: space-time images in 1-D, input over output in 2-D."""
+    chosen, family = dataset.splits["train"][:4], dataset.family
     inputs, targets = dataset.source.read(chosen, dataset.frames if dataset.spec.time_dependent else slice(None))
     quantity, title = label(family.output_channels[0]), f"{dataset.name}: the first {len(chosen)} training samples"
     if dataset.spec.num_dims == 1:
@@ -197,11 +197,6 @@ def data_samples(dataset: Dataset, num_samples: int = 4) -> Figure:
     rows[quantity] = [_upright(x[-1, 0]) for x in targets]
     extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.coordinates[1])
     return plots.dataset_samples(rows, extent=extent, x_label=label("x"), y_label=label("y"), square=True, title=title)
-
-
-def _upright(field: np.ndarray) -> np.ndarray:
-    """Files hold (x, y), images want rows of y."""
-    return np.asarray(field).T
 
 
 def _upright(field: np.ndarray) -> np.ndarray:

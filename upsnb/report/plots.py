@@ -82,10 +82,6 @@ def prediction_truth_error_1d(
     times: ArrayLike,
     *,
     quantity: str = "u",
-    unit: str = "-",
-    x_name: str = "x",
-    x_unit: str = "-",
-    time_unit: str = "-",
     title: str = "",
 ) -> Figure:
     """Space-time images of truth, prediction and error, and cuts at three times.
@@ -94,7 +90,7 @@ def prediction_truth_error_1d(
 
     Args:
         x, times: (N,) and (T,) coordinates, evenly spaced and increasing.
-        truth, prediction: (T, N) in `unit`.
+        truth, prediction: (T, N).
     """
     x, times, truth, prediction = (np.asarray(a, dtype=float) for a in (x, times, truth, prediction))
     error = prediction - truth
@@ -103,10 +99,10 @@ def prediction_truth_error_1d(
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.05])  # one grid for both would part the images
     axes = dict(zip(("truth", "prediction", "error"), upper.subplots(1, 3), strict=True)) | {"cuts": lower.subplots()}
     draw_image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
-    draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
-    draw_image(axes["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error", unit))
+    draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity))
+    draw_image(axes["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error"))
     for name in ("truth", "prediction", "error"):
-        axes[name].set(title=name, xlabel=label(x_name, x_unit), ylabel=label("time t", time_unit))
+        axes[name].set(title=name, xlabel=label("x"), ylabel=label("time t"))
         if name != "truth":
             axes[name].set_ylabel("")
             axes[name].tick_params(labelleft=False)
@@ -115,12 +111,11 @@ def prediction_truth_error_1d(
     thick, thin = {"linewidth": 5, "alpha": 0.3}, {"linewidth": 1.2}
     mark = {"marker": "o", "markersize": 3} if len(x) == 1 else {}
     for i, colour in zip(sorted({0, len(times) // 2, len(times) - 1}), (BLUE, GREEN, VERMILLION), strict=False):
-        when = f"t = {times[i]:.3g}" + ("" if time_unit == "-" else f" {time_unit}")
         cuts.plot(x, truth[i], color=colour, **thick, **mark)
-        cuts.plot(x, prediction[i], color=colour, **thin, **mark, label=when)
+        cuts.plot(x, prediction[i], color=colour, **thin, **mark, label=f"t = {times[i]:.3g}")
     cuts.plot([], [], color=BLACK, **thick, label="truth (broad)")
     cuts.plot([], [], color=BLACK, **thin, label="prediction (fine)")
-    cuts.set(xlabel=label(x_name, x_unit), ylabel=label(quantity, unit), xlim=extent[:2])
+    cuts.set(xlabel=label("x"), ylabel=label(quantity), xlim=extent[:2])
     _keep_in_view(cuts, truth)
     legend(cuts, 5)
     return figure
@@ -128,22 +123,14 @@ def prediction_truth_error_1d(
 
 @styled
 def prediction_truth_error_2d(
-    samples: Sequence[FieldSample],
-    *,
-    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
-    quantity: str = "u",
-    unit: str = "-",
-    input_quantity: str = "input",
-    input_unit: str = "-",
-    space_unit: str = "-",
-    title: str = "",
+    samples: Sequence[FieldSample], *, quantity: str = "u", input_quantity: str = "input", title: str = ""
 ) -> Figure:
     """One row a sample: input, truth, prediction, error. Truth and prediction of a row share the truth's colour range.
 
     Args:
         samples: e.g. best, median and worst of the test split; the input column is left out if none has one.
-        extent: x_min, x_max, y_min, y_max of the domain.
     """
+    extent = (0.0, 1.0, 0.0, 1.0)
     given = [np.ravel(sample.inputs) for sample in samples if sample.inputs is not None]
     input_norm = value_range(np.concatenate(given)) if given else None
     columns = ["input"] * bool(given) + ["truth", "prediction", "error"]
@@ -154,14 +141,14 @@ def prediction_truth_error_2d(
         ax = dict(zip(columns, row, strict=True))
         norm, error = value_range(sample.truth), np.asarray(sample.prediction, dtype=float) - sample.truth
         if sample.inputs is not None:
-            draw_image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, label(input_quantity, input_unit))
+            draw_image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, label(input_quantity))
         elif given:
             ax["input"].text(0.5, 0.5, "no input", ha="center", va="center", transform=ax["input"].transAxes)
         draw_image(ax["truth"], sample.truth, extent, FIELD_COLOURS, norm)
-        draw_image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, label(quantity, unit))
-        draw_image(ax["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error", unit))
+        draw_image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, label(quantity))
+        draw_image(ax["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error"))
         for axis in row:
-            axis.set(xlabel=label("x", space_unit), ylabel=label("y", space_unit), aspect="equal")
+            axis.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
             axis.locator_params(nbins=3)
             axis.label_outer()
         beside = {"xycoords": row[0].yaxis.label, "textcoords": "offset points", "rotation": 90}
@@ -179,7 +166,6 @@ def rollout_error(
     *,
     samples: Mapping[str, ArrayLike] | None = None,
     given_until: float | None = None,
-    time_unit: str = "-",
     title: str = "",
 ) -> Figure:
     """nRMSE as the forecast goes on, model beside persistence.
@@ -206,15 +192,13 @@ def rollout_error(
         start = min(ax.get_xlim()[0], given_until - 0.08 * float(np.ptp(times) or 1.0))
         ax.axvspan(start, given_until, color=GAP, alpha=0.6, linewidth=0, label="given frames")
         ax.set_xlim(left=start)
-    ax.set(xlabel=label("time t", time_unit), ylabel=label("nRMSE"), yscale="log")
+    ax.set(xlabel=label("time t"), ylabel=label("nRMSE"), yscale="log")
     legend(ax)
     return figure
 
 
 @styled
-def spectra(
-    wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity: str = "u", unit: str = "-", title: str = ""
-) -> Figure:
+def spectra(wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity: str = "u", title: str = "") -> Figure:
     """Energy per wavenumber, log-log; the mean (wavenumber 0) has no place on it and is left out.
 
     Args:
@@ -226,9 +210,8 @@ def spectra(
     wavenumber = np.asarray(wavenumber, dtype=float)
     for name, look in looks(curves).items():
         ax.plot(wavenumber[wavenumber > 0], positive(curves[name])[wavenumber > 0], **look, label=name)
-    squared = "-" if unit == "-" else f"({unit})²"
-    ax.set(xscale="log", yscale="log", xlabel=label("wavenumber k", "cycles per domain"))
-    ax.set_ylabel(label(f"energy of {quantity}", squared))
+    ax.set(xscale="log", yscale="log", ylabel=label(f"energy of {quantity}"))
+    ax.set_xlabel(label("wavenumber k", "cycles per domain"))
     legend(ax)
     return figure
 
@@ -238,19 +221,16 @@ def loss_terms(
     progress: ArrayLike,
     terms: Mapping[str, ArrayLike],
     *,
-    progress_name: str = "optimizer step",
-    progress_unit: str = "-",
     validation: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
-    title: str = "",
 ) -> Figure:
     """Loss terms, raw values pale under their running median; validation nRMSE in a second panel if there is any.
 
     Args:
-        progress: (n,) steps or seconds.
+        progress: (n,) steps.
         terms: name -> (n,) values; NaN where a term was not computed at that step.
         validation: data set -> (progress, nRMSE).
     """
-    figure = empty_figure(7.2 if validation else 4.8, 3.1, title)
+    figure = empty_figure(7.2 if validation else 4.8, 3.1)
     panels = np.atleast_1d(figure.subplots(1, 2 if validation else 1, sharex=True))
     progress = np.asarray(progress, dtype=float)
     for name, look in looks(terms).items():
@@ -265,7 +245,7 @@ def loss_terms(
         panels[1].plot(where, positive(values), **look, marker="o", markersize=3.5, label=name)
         panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
     for ax in panels:
-        ax.set_xlabel(label(progress_name, progress_unit))
+        ax.set_xlabel(label("optimizer step"))
         legend(ax)
     return figure
 
@@ -277,8 +257,6 @@ def throughput(
     steady: ArrayLike,
     median: float,
     ci95: tuple[float, float],
-    *,
-    title: str = "",
 ) -> Figure:
     """Samples per second over a run; what counts is coloured, warm-up and compile steps are pale.
 
@@ -287,7 +265,7 @@ def throughput(
         steady: (n,) bool, the steps that the median is of.
         median, ci95: samples per second and its bootstrap 95 % interval.
     """
-    figure = empty_figure(4.8, 3.1, title)
+    figure = empty_figure(4.8, 3.1)
     ax = figure.subplots()
     time_s, rate, steady = np.asarray(time_s, float), np.asarray(samples_per_s, float), np.asarray(steady, bool)
     if not steady.all():
@@ -312,7 +290,6 @@ def error_distribution(
     *,
     baselines: Mapping[str, float] | None = None,
     baseline_name: str = "persistence",
-    title: str = "",
 ) -> Figure:
     """Share of test samples at or below an nRMSE, one curve a data set; its baseline's mean as a dashed line.
 
@@ -322,7 +299,7 @@ def error_distribution(
         nrmse: data set -> (B,) nRMSE of each sample.
         baselines: data set -> mean nRMSE of `baseline_name`, see `metrics.baseline_name`.
     """
-    figure = empty_figure(4.8, 3.3, title)
+    figure = empty_figure(4.8, 3.3)
     ax = figure.subplots()
     for name, look in looks(nrmse).items():
         values = np.ravel(np.asarray(nrmse[name], dtype=float))

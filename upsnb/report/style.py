@@ -103,7 +103,7 @@ def label(quantity: str, unit: str = "-") -> str:
     return f"{quantity} [{unit}]"
 
 
-def empty_figure(width: float, height: float, title: str) -> StillFigure:
+def empty_figure(width: float, height: float, title: str = "") -> StillFigure:
     """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page."""
     figure = StillFigure(figsize=(width, height), layout="constrained")
     if title:
