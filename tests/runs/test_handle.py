@@ -302,6 +302,7 @@ def test_what_is_no_setting_and_no_phase_is_not_asked(folder):
 
 
 def test_an_event_is_waited_for_by_revision_and_by_step(folder):
+    runfolder.update_manifest(folder, supervisor=processes.process_identity(os.getpid()))
     run, events = handle.Run.attach(folder), runfolder.EventWriter(folder)
     for revision, step in ((None, 2), (3, 5), (4, 9)):
         events.write("checkpoint", step, revision=revision)
