@@ -1,5 +1,6 @@
 """A family is one row and one generator: nothing else has to know its name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -10,7 +11,6 @@ from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data import datasets
 from upsnb.data.families import FAMILIES
-from upsnb.data.layouts import Family
 from upsnb.errors import ConfigError
 from upsnb.models import surrogate
 from upsnb.report.figures import RunFigures, data_samples
@@ -30,25 +30,18 @@ def generate_heat(path, num_samples, diffusivity, resolution=32, num_times=11, s
     return path
 
 
-HEAT = Family(
+HEAT = replace(
+    FAMILIES["advection1d"],
     name="heat1d",
     title="1D heat",
-    layout="single_array",
-    num_dims=1,
-    input_channels=("u",),
-    output_channels=("u",),
-    input_keys=("tensor",),
-    output_keys=("tensor",),
-    time_dependent=True,
-    periodic=(True,),
-    domain=((0.0, 1.0),),
     time_range=(0.0, 1.0),
     parameter_names=("D",),
     given_frames=2,
-    pdebench_test_side="first",
     generate=generate_heat,
     file_stem="1D_Heat_Sols",
-    priors=("conservation",),
+    symmetries=None,
+    check=None,
+    remote=(),
 )
 
 
