@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from upsnb.compare.arms import ARMS
-from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, SIGNS, errors, of_equal_arms, quality_speedup, score
-from upsnb.report.file import factor, number
+from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, facts, judged, score
+from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import FIGURES, REPORT
@@ -180,25 +180,7 @@ def arms_table(report: dict) -> pd.DataFrame:
 
 
 def table(report: dict) -> pd.DataFrame:
-    """Each criterion, what it asks for, what was measured, what two equal arms come out at, and whether it holds.
-
-    Below them, what they rest on: throughput with its interval, errors by dataset, the time to the baseline's quality.
-    """
-    equal = of_equal_arms(report)
-    rows = [
-        {
-            "criterion": item["name"],
-            "required": f"{SIGNS[item['name']]} {number(item['required'])}",
-            "measured": number(item["measured"]),
-            "two equal arms": number(equal.get(item["name"])),
-            "holds": "yes" if item["passed"] else "no",
-        }
-        for item in report["criteria"]
-    ]
-    others = {"throughput over the baseline's": factor(report["speedup"])}
-    others |= {f"nRMSE over the baseline's, {name}": text for name, text in errors(report).items()}
-    others |= {"time to the baseline's quality": quality_speedup(report), "verdict": report["verdict"]}
-    rows += [{"criterion": name, "measured": text} for name, text in others.items()]
-    if report["aa_ratio"]:
-        rows[len(report["criteria"])]["two equal arms"] = factor(report["aa_ratio"])
+    """Each criterion and whether it holds; below them, what they rest on, and the verdict."""
+    others = {**facts(report), "verdict": report["verdict"]}
+    rows = [*judged(report), *({"criterion": name, "measured": text} for name, text in others.items())]
     return pd.DataFrame(rows).fillna("-")

@@ -260,44 +260,49 @@ def of_equal_arms(report: Mapping) -> dict[str, float]:
 def summary(report: Mapping) -> str:
     """The report in a few lines."""
     first, second = report["baseline"], report["optimized"]
-    seeds = len(report["arms"][first])
+    turns = "taking turns" if report["interleaved"] else "no turns, and so no interval"
+    lines = [f"{second} against {first}, {len(report['arms'][first])} seed(s), {turns}"]
     machines = sorted({run["device_name"] for arm in report["arms"].values() for run in arm})
-    lines = [
-        f"{second} against {first}, {seeds} seed(s), "
-        + ("taking turns" if report["interleaved"] else "no turns, and so no interval")
-    ]
     if len(machines) > 1:
         lines.append(f"on different machines, which differ in speed as well: {', '.join(machines)}")
-    lines.append(f"throughput over the baseline's: {factor(report['speedup'])}")
-    if report["aa_ratio"]:
-        lines[-1] += f"; of two equal arms (A/A): {factor(report['aa_ratio'])}"
-    lines.append(f"time to quality: {quality_speedup(report)}")
-    lines += [f"nRMSE over the baseline's, {dataset}: {text}" for dataset, text in errors(report).items()]
-    lines += [f"{told}: {'passed' if passed else 'failed'}" for told, passed in _criteria(report)]
+    lines += [f"{what}: {text}" for what, text in facts(report).items()]
+    lines += [f"{_told(row)}: {'passed' if row['holds'] == 'yes' else 'failed'}" for row in judged(report)]
     return "\n".join([*lines, f"verdict: {report['verdict']}"])
 
 
 def failed(report: Mapping) -> str:
     """The criteria that do not hold, in one line; empty where all do."""
-    return "; ".join(told for told, passed in _criteria(report) if not passed)
+    return "; ".join(_told(row) for row in judged(report) if row["holds"] == "no")
 
 
-def _criteria(report: Mapping) -> list[tuple[str, bool]]:
-    """Each criterion in words, and whether it holds."""
-    equal, told = of_equal_arms(report), []
-    for item in report["criteria"]:
-        name, beside = item["name"], ""
-        if name in equal:
-            beside = f", A/A {number(equal[name])}"
-        measured = f"measured {number(item['measured'])}{beside}"
-        told.append((f"{name}: required {SIGNS[name]} {number(item['required'])}, {measured}", item["passed"]))
-    return told
+def judged(report: Mapping) -> list[dict[str, str]]:
+    """Each criterion, what it asks for, what was measured, what two equal arms come out at, and whether it holds."""
+    equal = of_equal_arms(report)
+    return [
+        {
+            "criterion": item["name"],
+            "required": f"{SIGNS[item['name']]} {number(item['required'])}",
+            "measured": number(item["measured"]),
+            "two equal arms": number(equal.get(item["name"])),
+            "holds": "yes" if item["passed"] else "no",
+        }
+        for item in report["criteria"]
+    ]
 
 
-def quality_speedup(report: Mapping) -> str:
-    """How much sooner the optimized arm was as good as the baseline in the end, compilation included."""
-    speedup = report["time_to_quality_speedup"]
-    return f"{speedup:.2f} times as fast" if speedup else "not reached"
+def _told(row: Mapping) -> str:
+    beside = "" if row["two equal arms"] == "-" else f", A/A {row['two equal arms']}"
+    return f"{row['criterion']}: required {row['required']}, measured {row['measured']}{beside}"
+
+
+def facts(report: Mapping) -> dict[str, str]:
+    """What the criteria rest on: throughput and errors over the baseline's, and the time to its quality."""
+    speedup, quality, equal = report["speedup"], report["time_to_quality_speedup"], report["aa_ratio"]
+    return {
+        "throughput over the baseline's": factor(speedup) + (f" (A/A {factor(equal)})" if equal else ""),
+        "time to the baseline's quality": f"{quality:.2f} times as fast" if quality else "not reached",
+        **{f"nRMSE over the baseline's, {name}": text for name, text in errors(report).items()},
+    }
 
 
 def errors(report: Mapping) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -65,7 +65,7 @@ def _with(name: str, config: RunConfig) -> dict:
 # -- predicted beside measured ---------------------------------------------------------------------------------------
 
 
-def compare(config: RunConfig, log: Callable[[str], None] = print, root: Path | None = None) -> list[dict]:
+def compare(config: RunConfig) -> list[dict]:
     """Predicted and measured footprint of every variant, the measured one where a rank of this machine can run it.
 
     Returns:
@@ -77,15 +77,15 @@ def compare(config: RunConfig, log: Callable[[str], None] = print, root: Path | 
             one_rank = variant
             if not variant.training.use_fsdp2:
                 one_rank = overlays.apply(variant, {"training.num_gpus": 1})
-            predicted = Predictor(one_rank, root).at()
+            predicted = Predictor(one_rank).at()
             measured, reason = None, _unmeasurable(one_rank, predicted)
             if not reason:
                 try:
-                    measured = bench.measure(one_rank, root)
+                    measured = bench.measure(one_rank)
                 except (RunError, torch.OutOfMemoryError) as error:
                     reason = str(error)
             rows.append({"config": name, "predicted": predicted, "measured": measured, "reason": reason})
-            log(_line(rows[-1]))
+            print(_line(rows[-1]))
     return rows
 
 
@@ -197,21 +197,19 @@ def changing(rows: list[dict]) -> list[str]:
     return [row["config"] for row in rows if row is rows[0] or abs(row["predicted"].nbytes / base - 1) > NOTICEABLE]
 
 
-def fits(
-    config: RunConfig, names: list[str] | None = None, log: Callable[[str], None] = print, root: Path | None = None
-) -> list[dict]:
+def fits(config: RunConfig, names: list[str]) -> list[dict]:
     """The largest batch for every phase set and GPU, by memory alone: a dataset with fewer pairs allows less.
 
     Args:
-        names: which variants; None for all.
+        names: which variants.
     """
     totals = {**GPUS_GIB, THIS_MACHINE: hardware.detect().device_memory_gib}
     capacities = {name: usable_bytes(total) for name, total in totals.items()}
     rows = []
     for name, variant in variants(config)[0].items():
-        if names is not None and name not in names:
+        if name not in names:
             continue
-        predictor, training = Predictor(variant, root, CUDA_GRANULARITY), variant.training
+        predictor, training = Predictor(variant, granularity=CUDA_GRANULARITY), variant.training
         batches = largest_batches(predictor, capacities)
         for gpu, batch in batches.items():
             known = predictor.seen.get(batch)
@@ -226,7 +224,7 @@ def fits(
                     "predicted_gib": round(known.gib, 4) if known else None,  # None: between two predicted batches
                 }
             )
-        log(f"{name}: " + ", ".join(f"{gpu} {batch:,}" for gpu, batch in batches.items()))
+        print(f"{name}: " + ", ".join(f"{gpu} {batch:,}" for gpu, batch in batches.items()))
     return rows
 
 
