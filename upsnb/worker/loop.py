@@ -96,7 +96,6 @@ class Loop:
         self.requests = Requests(folder, ranks, events, self.flips)
         self.profiler = Profiler(folder, self.setup, ranks, events)
         self.position = handed.position if handed else Position(stage=stage)
-        self._plan()
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
         self.log = StepLog(events, self.clock, self.flips.observe)
         self.announced_first = False
@@ -104,6 +103,7 @@ class Loop:
         self.saver = checkpoint.Saver(folder, ranks, events, self._beat, config.training.stall_timeout_s)
         if handed is None:
             self._resume()
+        self._plan()
         self.log.time_before_s = self.position.elapsed_s
         self.epoch_saved_step = self.position.step
         self.validated_step = -1
@@ -123,7 +123,8 @@ class Loop:
         """Lengths that follow from batch, accumulation and epochs."""
         training = self.config.training
         steps_per_epoch = self.setup.loader.schedule.num_microbatches // training.accum_steps
-        self.total_steps = self.stage.epochs * steps_per_epoch  # as if nothing were changed on the way
+        # as if nothing were changed on the way
+        self.total_steps = self.position.stage_from_step + self.stage.epochs * steps_per_epoch
         self.samples_per_step = training.batch_size * training.accum_steps * self.ranks.world_size
 
     # -- start ------------------------------------------------------------------------------------------------------
@@ -447,13 +448,12 @@ class Loop:
 
     def hand_over(self, reason: str, following: str) -> HandOver:
         """End the stage with a checkpoint; what the next one starts from. All ranks enter."""
-        self.position.ended = reason
-        elapsed_s = self._elapsed()
+        self.position.ended, elapsed_s = reason, self._elapsed()
         self._save(last=True)
         with evaluation.evaluation_model(self.setup) as model:
-            weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        step = self.position.step
-        return HandOver(weights, Position(step, elapsed_s=elapsed_s, stage=following, stage_from_s=elapsed_s))
+            weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        where = {"step": self.position.step, "stage_from_step": self.position.step, "stage": following}
+        return HandOver(weights, Position(**where, elapsed_s=elapsed_s, stage_from_s=elapsed_s))
 
     def leave(self) -> None:
         """Save, and end without an end: the supervisor launches the ranks again, with other settings."""

@@ -20,6 +20,7 @@ class Position:
     elapsed_s: float = 0.0  # training time of earlier segments and stages
     stage: str = stages.OPERATOR
     stage_from_s: float = 0.0  # training time when the stage began
+    stage_from_step: int = 0  # and steps done by then
     ended: str = ""  # why the stage did, once it has: epochs, time, patience
     best: float = math.inf  # lowest validation nRMSE so far
     best_step: int = -1
