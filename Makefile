@@ -27,13 +27,16 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_repository.py
 
 # Fast tests first: most mistakes show within a minute. Slow ones start processes of their own, so two at a time, like
-# notebooks. Tests that share a run are one xdist_group; all others go to whoever is free. tests/notebooks/smoke.py puts
-# params/smoke.yaml below a notebook's parameters; nbval's limit is one per cell, and like pytest's against hangs alone.
+# notebooks. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's parameters; nbval's limit is one per cell,
+# and like pytest's against hangs alone.
+# A file stays on one worker, where its tests share a run (pytest 9.2 takes xdist's groups back); in the folders' order,
+# because by the number of tests the longest files would begin last.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 test: check compiler $(HOSTED)
-	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto --dist loadgroup
-	$(BIN)/python -m pytest -q tests -m slow -n 2 --dist loadgroup --durations=10 || test $$? = 5  # 5: no test is marked slow
+	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto $(BY_FILE)
+	$(BIN)/python -m pytest -q tests -m slow -n 2 $(BY_FILE) --durations=10 || test $$? = 5  # 5: no test is marked slow
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
-		--nbval-cell-timeout=1800 --timeout=0 -n 2 --dist loadfile $(NOTEBOOKS))
+		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
 
 clean:
 	rm -rf $(VENV) .colab *.egg-info .pytest_cache .ruff_cache

@@ -102,7 +102,7 @@ def cache():
     return {}
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])
+@pytest.fixture(params=CASES)
 def pair(request, cache, tiny_config, tmp_path_factory):
     """(folder of one rank in this process, folder of several ranks, their number), both trained to the end."""
     if request.param not in cache:

@@ -22,7 +22,6 @@ from upsnb.training import optimizers, parallel
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
-pytestmark = pytest.mark.xdist_group("fsdp")  # one launch serves many tests
 COMMON = {
     "training.accum_steps": 3,  # of two datasets: a step's last microbatch is not every encoder's last
     "training.grad_clip": 0.5,

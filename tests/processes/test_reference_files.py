@@ -28,7 +28,8 @@ def test_a_rehearsal_changes_size_and_device_but_no_phase_loss_or_batch(name):
 def test_a_reference_file_trains_as_it_is_written(name, tmp_path, data_root):
     config = overlays.apply(rehearsal(name), {"data.root": str(data_root / "rehearsal")})
     if config.training.compile:  # on every rank at once: one dataset's graphs are enough of that
-        config = overlays.apply(config, {"data.datasets.advection": None, "training.lambda_inv_dec": None})
+        of_waves = ("data.datasets.advection", "training.lambda_inv_dec", "training.lambda_conservation")
+        config = overlays.apply(config, dict.fromkeys(of_waves))
     config, skipped = phases.skip_missing(config, hardware.detect())
     assert skipped.keys() <= {"optimizer_offload"}
     run = handle.start(config, tmp_path / "run", attached=True)

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from upsnb.report import plots, style
 
-pytestmark = pytest.mark.xdist_group("plots")  # each figure is drawn once
 RANDOM = np.random.default_rng(0)
 X, TIMES = (np.arange(24) + 0.5) / 24, np.linspace(0, 2, 7)
 TRUTH = np.sin(2 * np.pi * (X - 0.4 * TIMES[:, None]))

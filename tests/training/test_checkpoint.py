@@ -21,7 +21,6 @@ from upsnb.runs import checkpoint_index, handle, runfolder
 from upsnb.training import checkpoint, checkpoint_shards
 from upsnb.training.parallel import Ranks
 
-pytestmark = pytest.mark.xdist_group("checkpoint")  # one run serves many tests
 EVERYTHING = {  # all that draws at random or remembers
     "operator.pdet.drop_path": 0.3,
     "training.noise": 0.1,

@@ -622,9 +622,6 @@ def test_what_is_compiled_already_is_not_tried_out_again(tiny_setup, eager_compi
 # -- several ranks -------------------------------------------------------------------------------------------------
 
 
-of_two_ranks = pytest.mark.xdist_group("guards of two ranks")  # one run serves them all
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, tiny_config):
     """A run whose rank 1 alone cannot compile, then runs out of memory, then has a loss of NaN; rank 0 is well."""
@@ -643,7 +640,6 @@ def two_ranks(tmp_path_factory, tiny_config):
 
 
 @pytest.mark.slow
-@of_two_ranks
 def test_ranks_agree_before_the_first_step_that_one_of_them_cannot_compile(two_ranks):
     (act,) = of(two_ranks.events(), "guard", guard="compile_failure")
     assert act["reason"].startswith("rank 1: ") and "rank 0" not in act["reason"]
@@ -652,7 +648,6 @@ def test_ranks_agree_before_the_first_step_that_one_of_them_cannot_compile(two_r
 
 
 @pytest.mark.slow
-@of_two_ranks
 def test_a_rank_out_of_memory_is_relaunched_with_half_the_microbatch_and_loses_no_step(two_ranks):
     (act,) = of(two_ranks.events(), "guard", guard="out_of_memory")
     assert act["changes"] == {"training.batch_size": 2, "training.accum_steps": 4} and act["size"] == [4, 2]
@@ -668,7 +663,6 @@ def test_a_rank_out_of_memory_is_relaunched_with_half_the_microbatch_and_loses_n
 
 
 @pytest.mark.slow
-@of_two_ranks
 def test_a_loss_of_nan_on_one_rank_is_skipped_by_all_alike(two_ranks):
     skips = of(two_ranks.events(), "guard", guard="nonfinite")
     assert [skip["action"] for skip in skips] == ["skip"]

@@ -18,7 +18,6 @@ STEP_FIELDS = {  # what every step event holds
     "kind", "time", "step", "step_time_ms", "samples_per_s", "data_wait_ms", "loss", "losses", "learning_rate",
     "peak_memory_gib", "time_s",
 }  # fmt: skip
-pytestmark = pytest.mark.xdist_group("loop")  # one run serves many tests
 KINDS = {"start", "step", "eval", "checkpoint", "warning", "end", "progress", "first_step", "compile"}
 
 
