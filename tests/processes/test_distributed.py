@@ -136,7 +136,7 @@ def seen(folder, num_ranks):
 
 def test_the_number_of_ranks_does_not_change_the_loss_curve(pair):
     alone, together, _ = pair
-    assert len(curve(alone, "step")) > 10
+    assert len(curve(alone, "step")) >= 6
     np.testing.assert_allclose(curve(together, "loss"), curve(alone, "loss"), rtol=1e-4)
     np.testing.assert_allclose(curve(together, "gradient_norm"), curve(alone, "gradient_norm"), rtol=1e-3)
     for one, other in zip(runfolder.read_events(alone, ("step",)), runfolder.read_events(together, ("step",))):

@@ -315,7 +315,7 @@ def test_a_config_that_this_machine_cannot_run_starts_nothing(tiny_config, train
     from upsnb.errors import ConfigError
 
     config = tiny_config(("darcy",), **{"operator.pdet.attention": "flex"})
-    with pytest.raises(ConfigError, match="flex"):
+    with pytest.raises(ConfigError, match="FlexAttention"):
         train_here(config, tmp_path / "run")
     assert not of_kind(runfolder.read_events(tmp_path / "run"), "start")
 
