@@ -95,6 +95,12 @@ def test_a_baseline_has_no_phase_and_else_its_own_values():
     }
 
 
+def test_a_baseline_takes_back_what_was_flipped_since():
+    base = overlays.load(PARAMS / "quick.yaml")
+    for phase in (BY_NAME["bf16"], BY_NAME["loss_frequency"]):
+        assert overlays.apply(overlays.apply(base, phase.on), baseline_overlay(base)) == base
+
+
 def test_a_phase_that_is_left_out_leaves_the_run_s_own_kernel():
     base = overlays.load(PARAMS / "cpu_optimized.yaml")
     assert base.operator.pdet.attention == "math"

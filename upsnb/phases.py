@@ -263,13 +263,18 @@ def off_overlay(phase: Phase, base: RunConfig) -> dict[str, object]:
 
 
 def baseline_overlay(base: RunConfig) -> dict[str, object]:
-    """What takes every phase out of a config, half of one too; what is neither on nor off is its own and stays."""
-    return {
+    """What takes every phase out of a run that was started as `base`, whatever was flipped since, half of one too.
+
+    What is neither on nor off in the base is its own: float32 stays float32.
+    """
+    own = {path: setting(base, path) for phase in PHASES for path in phase.on}
+    off = {
         path: phase.off[path]
         for phase in PHASES
         for path, value in phase.on.items()
-        if is_on(phase, base) or setting(base, path) == value
+        if is_on(phase, base) or own[path] == value
     }
+    return own | off
 
 
 # Beside a phase's own settings and its ladder's: how a technique is carried out, and what guards it.
