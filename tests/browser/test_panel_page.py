@@ -131,15 +131,15 @@ def layouts(lab: Lab) -> None:
         lab.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
         for width in (1100, 1600):
             lab.page.set_viewport_size({"width": width, "height": 1500})
-            seen = until(partial(settled, lab), f"{theme}, {width} px: texts collide")
+            until(partial(settled, lab), f"{theme}, {width} px: texts collide or are missing")
             shot = lab.page.locator(".ups-panel").screenshot(path=SHOTS / f"panel_{theme[11:].lower()}_{width}.png")
-            assert seen["count"] > 60 and len(shot) > 20_000
+            assert len(shot) > 20_000
 
 
 def settled(lab: Lab) -> dict | None:
-    """What COLLISIONS says once it finds none: a redraw or a theme's style sheet may still be on its way."""
+    """What COLLISIONS says once all texts are there and none collide: a redraw or a style sheet may be on its way."""
     seen = lab.page.evaluate(COLLISIONS)
-    return None if seen["found"] else seen
+    return None if seen["found"] or seen["count"] <= 60 else seen
 
 
 def test_click_is_a_request_while_a_cell_is_busy(lab: Lab, run):
