@@ -644,3 +644,39 @@ def test_the_trained_model_is_read_without_the_optimizer(tiny_config, train_here
 def test_a_run_without_a_checkpoint_has_no_model_yet(tmp_path):
     with pytest.raises(RunError, match="no checkpoint yet"):
         handle.Run(tmp_path).load_model()
+
+
+@pytest.fixture(scope="module")
+def with_roles(tmp_path_factory):
+    """A folder whose checkpoints are the latest and the one before; neither is the best."""
+    place = tmp_path_factory.mktemp("roles")
+    (place / runfolder.CHECKPOINTS).mkdir()
+    for step in (1, 2):
+        written = checkpoint_index.temporary(place, step)
+        written.mkdir()
+        (written / "state.json").write_text(str(step))
+        checkpoint_index.commit(place, step, {"state.json": checkpoint_index.digest(written / "state.json")})
+    return place
+
+
+@pytest.mark.parametrize(("which", "expected"), [
+    ("bset", r"has no checkpoint 'bset' -> did you mean best\? it has latest, previous"),
+    ("best", "has no checkpoint 'best' -> it has latest, previous"),
+    (2, "has no checkpoint 2 -> "),
+    ("", "has no checkpoint '' -> "),
+    (None, "has no checkpoint None -> "),
+])  # fmt: skip
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(with_roles, which, expected):
+    with pytest.raises(RunError, match=expected):
+        handle.Run(with_roles).load_model(which)
+
+
+def test_each_role_is_its_own_checkpoint(with_roles):
+    assert [checkpoint_index.choose(with_roles, role).path.name for role in ("latest", "previous")] == [
+        "step-00000002", "step-00000001"]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", ""])
+def test_a_device_that_is_not_here_is_refused_by_name(with_roles, device):
+    with pytest.raises(RunError, match=f"device '{device}' cannot be used here"):
+        handle.Run(with_roles).load_model("latest", device)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upsnb.errors import RunError
+from upsnb.rules import did_you_mean
 from upsnb.runs.files import read_json, write_json
 from upsnb.runs.runfolder import CHECKPOINTS
 
@@ -200,17 +201,23 @@ class Chosen:
 
 
 def choose(folder: Path | str, which: str = "latest") -> Chosen | None:
-    """The latest or best checkpoint that is whole; None where there is none at all.
+    """The checkpoint of a role that is whole; None where there is none at all.
 
-    A damaged latest is passed over for the one before it; a damaged best is not replaced, because no other is the best.
+    A damaged latest is passed over for the one before it; no other is replaced, because no other is the best.
 
+    Args:
+        which: one of ROLES.
     Raises:
-        RunError: checkpoints are there and none of them is whole.
+        RunError: no checkpoint has that role, or none of them is whole.
     """
     place, index = home(folder), read_index(folder)
-    entries = index["checkpoints"]
-    order = [index["best"]] if which == "best" else [index[role] for role in ("latest", "previous")]
-    if which != "best":
+    entries, there = index["checkpoints"], [role for role in ROLES if index[role] is not None]
+    if which not in ROLES or (there and which not in there):
+        hint = "" if which in ROLES else f"{did_you_mean(str(which), ROLES)} "
+        raise RunError(f"{place}: has no checkpoint {which!r} -> {hint}it has {', '.join(there) or 'none yet'}")
+    order = [index[which]]
+    if which == "latest":
+        order += [index["previous"]]
         order += sorted((index[role] for role in ("best", "epoch") if index[role]), key=lambda n: -entries[n]["step"])
     damaged = []
     for name in dict.fromkeys(name for name in order if name):

@@ -197,9 +197,9 @@ class Run:
         """The trained model, in evaluation mode, with averaged weights where the run kept them.
 
         Args:
-            which: "latest" or "best" checkpoint.
+            which: checkpoint, by its role: latest, previous, best or epoch.
         Raises:
-            RunError: there is no whole checkpoint yet.
+            RunError: there is no such checkpoint, or none that is whole; or this machine has no such device.
         """
         from upsnb.training import setup  # loads torch, which readers of a run do not need
 

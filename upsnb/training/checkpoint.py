@@ -260,7 +260,7 @@ def load(
     ranks: Ranks | None = None,
     allocate: Allocate | None = None,
 ) -> dict | None:
-    """The latest or best state that is whole, nested as it was saved; None where there is no checkpoint at all.
+    """The state of a checkpoint that is whole, nested as it was saved; None where there is no checkpoint at all.
 
     Added are `name`, which checkpoint it is, and `passed_over`, what is wrong with those that should have come first.
 

@@ -391,10 +391,15 @@ def load_model(folder: Path | str, which: str = "latest", device: torch.device |
     """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
 
     Args:
-        which: "latest" or "best" checkpoint.
+        which: checkpoint, by its role: latest, previous, best or epoch.
     Raises:
-        RunError: the folder has no whole checkpoint.
+        RunError: the folder has no such checkpoint, or none that is whole; or this machine has no such device.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        found = str(error).splitlines()[0]
+        raise RunError(f"device {str(device)!r} cannot be used here ({found}) -> choose cpu, or another one") from None
 
     def weights_only(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device) if path[1] in ("model", "ema") else None
