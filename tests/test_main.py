@@ -9,6 +9,7 @@ import nbformat
 import pytest
 
 from upsnb import __main__ as command
+from upsnb import overlays
 from upsnb.compare import ladder, scaling, verdict
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
@@ -83,7 +84,7 @@ def test_every_problem_of_files_and_command_line_is_listed_at_once(refused, tmp_
         "-p", "run_folder=x", "-o", tmp_path / "run",
     )  # fmt: skip
     for expected in ("did you mean training.batch_size?", "'3e0x'", "latent.tokens", "did you mean training.use_fsdp2?",
-                     "-p lr: has no value", "training.amp_dtype", "run_folder: is chosen with -o"):  # fmt: skip
+                     "-p lr: has no value", "training.amp_dtype", "run_folder=x: run_folder: is chosen"):  # fmt: skip
         assert expected in said
     assert not (tmp_path / "run").exists()
 
@@ -130,7 +131,6 @@ def test_files_and_settings_become_one_overlay_per_section(tmp_path):
     two = params_file(tmp_path / "2.yaml", "training.batch_size: 5\nhidden_dim: 64\n")
     passed, config = command.read_parameters(path, [one, two], ["num_heads=4", "training={seed: 1}", "grad_clip=null"])
     assert passed == {
-        "preset": "",
         "training": {"batch_size": 5, "query_sampling.num_queries": 9, "seed": 1, "grad_clip": None},
         "operator": {"pdet.hidden_dim": 64, "pdet.num_heads": 4},
     }
@@ -149,14 +149,59 @@ def test_text_stays_text(tmp_path):
     assert config.logging.name == "a1e4b" and config.training.amp is True
 
 
-def test_notebooks_own_preset_counts_only_without_files(tmp_path):
-    path = notebook(tmp_path / "n.ipynb", parameters=PARAMETERS.replace("preset = ''", "preset: str = 'low'"))
-    (tmp_path / "low.yaml").write_text("batch_size: 3\nseed: 7\n")
-    path.write_text(path.read_text().replace("'low'", f"'{tmp_path}/low'"))
-    file = params_file(tmp_path / "p.yaml", "batch_size: 4")
-    assert command.read_parameters(path, [], ["seed=8"])[1].training.model_dump().items() >= {
-        "batch_size": 3, "seed": 8}.items()  # fmt: skip
-    assert command.read_parameters(path, [file], [])[1].training.seed == RunConfig().training.seed
+@pytest.fixture
+def with_preset(tmp_path):
+    """A notebook whose own preset, low.yaml, sets batch_size 3, seed 7 and hidden_dim 64."""
+    params_file(tmp_path / "low.yaml", "batch_size: 3\ntraining:\n  seed: 7\nhidden_dim: 64\n")
+    return notebook(tmp_path / "n.ipynb", parameters=PARAMETERS.replace("''", f"'{tmp_path}/low'", 1))
+
+
+def test_a_file_goes_on_top_of_the_notebooks_preset(with_preset, tmp_path):
+    """One that names its data alone must not train the reference model, for hours, instead of the notebook's."""
+    file = params_file(tmp_path / "mine.yaml", "data: {datasets: {mine: {family: darcy2d}}}\nseed: 8\n")
+    passed, config = command.read_parameters(with_preset, [file], [])
+    assert (config.training.batch_size, config.training.seed, config.operator.pdet.hidden_dim) == (3, 8, 64)
+    assert list(config.data.datasets) == ["mine"] and "preset" not in passed
+
+
+def test_nothing_is_below_files_of_which_one_stands_alone(with_preset, tmp_path):
+    alone = params_file(tmp_path / "alone.yaml", 'preset: ""\nseed: 9\n')
+    file = params_file(tmp_path / "mine.yaml", "batch_size: 4")
+    for files in ([alone, file], [file, alone]):
+        passed, config = command.read_parameters(with_preset, files, [])
+        assert passed["preset"] == "" and config == overlays.resolve({"seed": 9, "batch_size": 4})
+    assert command.read_parameters(with_preset, [alone], [f"preset={tmp_path}/low"])[1].operator.pdet.hidden_dim == 64
+
+
+@pytest.mark.parametrize(("text", "said"), [("seed: 8", True), ('preset: ""\nseed: 8', False)])
+def test_what_a_file_is_put_on_top_of_is_said_first(with_preset, tmp_path, monkeypatch, capsys, text, said):
+    monkeypatch.setattr(command, "_execute", lambda *arguments: None)
+    file = params_file(tmp_path / "mine.yaml", text)
+    assert command.main(["run", str(with_preset), "-f", str(file), "-o", str(tmp_path / "run")]) == command.OK
+    second = capsys.readouterr().out.splitlines()[1]
+    assert (f"mine.yaml: on top of the preset {tmp_path}/low of the notebook" in second) is said
+
+
+@pytest.mark.parametrize(("text", "param", "expected"), [
+    ("seed: 1", "lr=abc", "-p lr=abc: optimizer.lr: got the text 'abc'"),
+    ("\ntraining:\n  batch_size: 0", "lr=1", "mine.yaml:3: training.batch_size: got 0"),
+    ("pdet: {depth: 0}", "lr=1", "mine.yaml:1: operator.pdet.depth: got 0"),
+    ("seed: 1\nbach_size: 3", "lr=1", "mine.yaml:2: bach_size: unknown setting"),
+    ("seed: 1", "num_heads=7", "-p num_heads=7: operator.pdet.num_heads: 64 over 7 heads"),
+    ("num_heads: 7", "hidden_dim=32", "-p hidden_dim=32: operator.pdet.num_heads: 32 over 7 heads"),
+    ("num_heads: 7", "seed=1", "mine.yaml:1: operator.pdet.num_heads: 64 over 7 heads"),
+    ("seed: 1", "seed=\n- 1", "-p seed= - 1: training.seed: got [1]"),
+    ("preset: quick", "seed=1", "mine.yaml: preset: a file cannot name another one"),
+])  # fmt: skip
+def test_a_problem_names_what_brought_it(refused, with_preset, tmp_path, text, param, expected):
+    file = params_file(tmp_path / "mine.yaml", text)
+    said = refused(with_preset, "-f", file, "-p", param)
+    assert expected in said and said.startswith("1 problem in the parameters\n")
+
+
+def test_a_problem_of_the_preset_names_its_file_and_line(refused, with_preset, tmp_path):
+    params_file(tmp_path / "low.yaml", "batch_size: 3\ntraining:\n  seed: -7\n")
+    assert "low.yaml:3: training.seed: got -7" in refused(with_preset, "-p", "lr=1")
 
 
 def test_a_notebooks_own_parameters_pass_untouched(tmp_path):
@@ -169,7 +214,7 @@ def test_files_and_settings_go_over_the_notebooks_knobs(tmp_path):
     path = notebook(tmp_path / "n.ipynb", parameters=PARAMETERS + knobs)
     file = params_file(tmp_path / "p.yaml", "training: {time_limit_s: 9.0}")
     passed, config = command.read_parameters(path, [file], ["seed=6"])
-    assert passed == {"preset": "", "training": {"time_limit_s": 9.0, "seed": 6}}
+    assert passed == {"training": {"time_limit_s": 9.0, "seed": 6}}
     assert (config.training.time_limit_s, config.training.seed) == (9.0, 6)
     assert command.read_parameters(path, [file], [])[1].training.seed == 5
 

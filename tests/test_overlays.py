@@ -128,7 +128,7 @@ def test_unreadable_files_say_what_they_are(tmp_path):
     assert "x.yaml: no such file" in problems(overlays.read, tmp_path / "x.yaml").replace("\n  ", ": ")
     assert "not YAML" in problems(overlays.read, write(tmp_path / "a.yaml", "a: [1"))
     assert "got list at the top" in problems(overlays.read, write(tmp_path / "a.yaml", "- 1"))
-    assert "stands alone" in problems(overlays.read, write(tmp_path / "a.yaml", "preset: quick"))
+    assert "cannot name another" in problems(overlays.read, write(tmp_path / "a.yaml", "preset: quick"))
     assert overlays.read(write(tmp_path / "a.yaml", "# nothing\n")) == {}
 
 
@@ -142,6 +142,23 @@ def test_later_files_and_overrides_win(tmp_path):
 def test_yaml_text_that_was_meant_as_a_number_is_explained(tmp_path):
     said = problems(overlays.load, write(tmp_path / "a.yaml", "lr: 3e-4"))
     assert "a.yaml" in said and "optimizer.lr: got the text '3e-4' -> write 3.0e-4" in said
+
+
+def test_a_problem_of_several_files_names_its_file_and_line(tmp_path):
+    one = write(tmp_path / "1.yaml", "seed: 2\n\nbach_size: 2")
+    two = write(tmp_path / "2.yaml", "operator:\n  pdet:\n    depth: 0\n    hidden_dim: 100")
+    with pytest.raises(ConfigError) as caught:
+        overlays.load(one, two, tmp_path / "3.yaml", overrides={"optimizer.lr": "x"})
+    said = str(caught.value)
+    for expected in ("1.yaml:3: bach_size: unknown", "2.yaml:3: operator.pdet.depth: got 0", "3.yaml: no such file",
+                     "the overrides: optimizer.lr: got the text 'x'"):  # fmt: skip
+        assert expected in said
+
+
+def test_a_contradiction_is_told_with_the_last_that_took_part_in_it(tmp_path):
+    heads, width = write(tmp_path / "1.yaml", "num_heads: 6"), write(tmp_path / "2.yaml", "hidden_dim: 40")
+    assert "2.yaml: operator.pdet.num_heads: 40 over 6 heads" in problems(overlays.load, heads, width)
+    assert "1.yaml:1: operator.pdet.num_heads: 40 over 6 heads" in problems(overlays.load, width, heads)
 
 
 # -- null, mappings of named things --------------------------------------------------------------------------------
@@ -232,6 +249,15 @@ def test_notebook_problems_are_listed_at_once():
     assert said.startswith("5 problems in the notebook's parameters")
     for expected in ("training.batch_size?", "accum_steps: got 0", "training.use_fsdp2?", "latent: got 3", "3.0e-4"):
         assert expected in said
+
+
+def test_notebook_problems_name_preset_and_papermill(tmp_path):
+    preset = write(tmp_path / "low.yaml", "seed: 1\nlatent:\n  dim: 0")
+    variables = {"preset": str(preset), "batch_size": 0, "lr": "x"}
+    with pytest.raises(ConfigError) as caught:
+        overlays.from_notebook(variables, injected=["lr"])
+    for expected in ("low.yaml:3: latent.dim", "\n  training.batch_size: got 0", "given to papermill: optimizer.lr:"):
+        assert expected in str(caught.value)
 
 
 def test_what_is_no_parameter_is_passed_over():

@@ -14,7 +14,8 @@ import yaml
 
 from upsnb import hardware, overlays, phases
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError, RunError, UpsError
+from upsnb.errors import RunError, UpsError
+from upsnb.overlays import as_typed
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import FIGURES, REPORT
 
@@ -75,11 +76,15 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REPORT).unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
     executed = folder / "notebook.ipynb"
-    print(f"{_short(notebook)} -> {_short(executed)}", flush=True)
+    print(f"{as_typed(notebook)} -> {as_typed(executed)}", flush=True)
+    preset = _defaults(notebook).get("preset")
+    if files and preset and "preset" not in parameters:
+        names = ", ".join(map(as_typed, files))
+        print(f'{names}: on top of the preset {preset} of the notebook (with preset: "" in a file, on top of nothing)')
     cause = _execute(notebook, executed, {**parameters, "run_folder": str(folder)}) or _run_failure(folder)
     print(summary(folder))
     if cause:
-        print(f"FAILED: {cause}\nSee {_short(executed)}", file=sys.stderr)
+        print(f"FAILED: {cause}\nSee {as_typed(executed)}", file=sys.stderr)
         return FAILED
     return OK
 
@@ -87,7 +92,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
 def _find_notebook(notebook: Path) -> Path:
     if notebook.is_file():
         return notebook.absolute()
-    known = sorted(_short(path) for path in (runfolder.project_root() / "notebooks").glob("*.ipynb"))
+    known = sorted(as_typed(path) for path in (runfolder.project_root() / "notebooks").glob("*.ipynb"))
     raise RunError(f"{notebook}: no such notebook -> there are {', '.join(known) or 'none in notebooks/'}")
 
 
@@ -105,52 +110,43 @@ def _plans_only(notebook: Path) -> bool:
 def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tuple[dict, RunConfig]:
     """What to pass to a notebook, one overlay per section, and the config it will make of it.
 
+    Files go on top of the notebook's own preset, unless one of them says `preset: ""`, as under papermill.
+
     Raises:
-        ConfigError: every unknown name, wrong type and contradiction at once.
+        ConfigError: every unknown name, wrong type and contradiction at once, each with what brought it.
     """
     defaults = _defaults(notebook)
     own = {name for name in defaults if name not in overlays.PARAMETERS and not overlays.is_setting(name)}
-    problems: list[str] = []
-    sources = []
+    given, passed, sources = overlays.Layers("the parameters"), {}, []
     for file in files:
-        try:
-            sources.append((str(file), overlays.read(file)))
-        except ConfigError as error:
-            problems += [f"{file}: {problem}" for problem in error.problems]
+        values, stands_alone = given.read(file)
+        sources.append((file, values))
+        if stands_alone and "preset" in defaults:
+            passed["preset"] = ""
     for param in params:
         key, separator, text = param.partition("=")
         if not separator:
-            problems.append(f"-p {param}: has no value -> write -p key=value")
+            given.problems.append(f"-p {param}: has no value -> write -p key=value")
             continue
         try:
-            sources.append(("-p", {key.strip(): _numbers(yaml.safe_load(text))}))
+            sources.append((f"-p {' '.join(param.split())}", {key.strip(): _numbers(yaml.safe_load(text))}))
         except yaml.YAMLError:
-            problems.append(f"-p {param}: the value is not YAML -> quote it")
-
-    passed: dict = {"preset": ""} if files else {}
-    flat: dict = {}
-    for where, values in sources:
-        for key, value in overlays.pieces(values):
-            if key == "run_folder":
-                problems.append("run_folder: is chosen with -o")
-            elif key in own or (key == "preset" and where == "-p"):
-                passed[key] = value
-            else:
-                try:
-                    flat = overlays.stack(flat, overlays.flatten({key: value}, where))
-                except ConfigError as error:
-                    problems += error.problems
-    for path, value in flat.items():
+            given.problems.append(f"-p {param}: the value is not YAML -> quote it")
+    for source, values in sources:
+        if "run_folder" in values:
+            given.problems.append(f"{source}: run_folder: is chosen with -o")
+        passed |= {key: value for key, value in values.items() if key in own or (key == "preset" and key in defaults)}
+        given.put({key: value for key, value in values.items() if key not in (*passed, "run_folder")}, source)
+        for section in sorted({path.partition(".")[0] for path in given.layers[-1][1]} - defaults.keys()):
+            given.problems.append(f"{source}: {section}: is no parameter of {notebook.name}")
+    for path, value in given.flat().items():
         section, _, rest = path.partition(".")
         passed.setdefault(section, {})[rest] = value
-    problems += [f"{section}: is no parameter of {notebook.name}" for section in sorted(passed.keys() - defaults)]
-    try:
-        config = overlays.from_notebook({**defaults, **passed}, own, injected=passed)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems, " + ".join(map(str, files)) or "the parameters")
-    return passed, config
+    kept = {name: value for name, value in defaults.items() if name not in passed}
+    layers = overlays.of_notebook({"preset": passed.get("preset"), **kept}, own, injected=())
+    layers.where, layers.problems = given.where, given.problems + layers.problems
+    layers.layers += given.layers
+    return passed, layers.config()
 
 
 def _defaults(notebook: Path) -> dict:
@@ -241,15 +237,9 @@ def summary(folder: Path) -> str:
     except FileNotFoundError:
         pass  # a notebook that does not train, or one that failed before
     except ValueError as error:
-        lines.append(f"{_short(folder)}/{REPORT} is damaged: {error}")
+        lines.append(f"{as_typed(folder)}/{REPORT} is damaged: {error}")
     paths = [folder / "notebook.ipynb", *sorted((folder / FIGURES).glob("*.png"))]
-    return "\n".join([*lines, *(_short(path) for path in paths if path.exists())])
-
-
-def _short(path: Path) -> str:
-    """A path as one would type it here."""
-    path = Path(path).absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return "\n".join([*lines, *(as_typed(path) for path in paths if path.exists())])
 
 
 if __name__ == "__main__":

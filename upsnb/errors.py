@@ -12,9 +12,10 @@ class Problem(NamedTuple):
     setting: str  # its dotted path
     found: str
     remedy: str
+    source: str = ""  # who said so: a file and its line, a parameter; empty where that is not known
 
     def __str__(self) -> str:
-        return f"{self.setting}: {self.found} -> {self.remedy}"
+        return f"{self.source}{': ' * bool(self.source)}{self.setting}: {self.found} -> {self.remedy}"
 
 
 class UpsError(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import typing
 from collections.abc import Collection
 from pathlib import Path
@@ -19,6 +20,7 @@ import yaml
 from upsnb import config as configs
 from upsnb.config import RunConfig, nearest_setting, setting_paths
 from upsnb.errors import ConfigError, Problem
+from upsnb.rules import did_you_mean
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent")
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
@@ -28,22 +30,32 @@ NAMED = ("data.datasets", "model.settings", "training.loss_warmup_steps", "train
 
 def read(path: Path) -> dict:
     """One params file as plain data, its keys unchecked."""
+    return read_file(path)[0]
+
+
+def read_file(path: Path) -> tuple[dict, bool]:
+    """One params file as plain data, its keys unchecked; and whether it stands alone: `preset: ""`, nothing below it.
+
+    That is papermill's own way to say so: without it, a notebook's preset stays below the file.
+    """
     path = Path(path)
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise ConfigError([f"no such file -> {path.parent} has {', '.join(near) or 'no params files'}"], str(path))
+        hint = did_you_mean(path.name, near) if near else "has no params files"
+        raise ConfigError([f"no such file -> {as_typed(path.parent)}: {hint}"], str(path))
     try:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ConfigError([f"not YAML: {' '.join(str(error).split())}"], str(path)) from None
     if values is None:
-        return {}
+        return {}, False
     if not isinstance(values, dict):
         raise ConfigError([f"got {type(values).__name__} at the top -> write `section:` and its settings"], str(path))
-    # `preset: ""` in a file is for papermill, which would otherwise leave the notebook's own preset below the file.
-    if values.pop("preset", ""):
-        raise ConfigError(['preset: a params file stands alone -> write preset: "" or leave it out'], str(path))
-    return values
+    preset = values.pop("preset", None)
+    if preset:
+        remedy = f'choose it with -p preset={preset}, or write "" to have no preset below this file'
+        raise ConfigError([f"preset: a file cannot name another one -> {remedy}"], str(path))
+    return values, preset == ""
 
 
 def flatten(overlay: dict, where: str = "the overlay") -> dict:
@@ -153,10 +165,103 @@ def stack(lower: dict, upper: dict) -> dict:
     return {**kept, **upper}
 
 
+class Layers:
+    """Overlays on top of each other, the lowest first; what is wrong is told with the one that brought it."""
+
+    def __init__(self, where: str):
+        self.where, self.problems = where, []
+        self.layers: list[tuple[Path | str, dict]] = []  # what said so, a file or in words; its settings, flattened
+
+    def read(self, path: Path) -> tuple[dict, bool]:
+        """As `read_file`; of a file that cannot be read, nothing and a problem."""
+        try:
+            return read_file(path)
+        except ConfigError as error:
+            self.problems += [f"{as_typed(path)}: {problem}" for problem in error.problems]
+            return {}, False
+
+    def put(self, overlay: dict, source: Path | str = "", unset: Collection[str] = ()) -> None:
+        """An overlay, in any written form, on top of the others.
+
+        Args:
+            unset: its keys that must be settings, and are left as they are below.
+        """
+        found: dict = {}
+        for key, value in pieces(overlay):
+            try:
+                flat = flatten({key: value})
+            except ConfigError as error:
+                self.problems += [_with_source(problem, source) for problem in error.problems]
+            else:
+                found = found if key in unset else stack(found, flat)
+        self.layers.append((source, found))
+
+    def flat(self, count: int | None = None) -> dict:
+        """All of them, or the lowest so many, as one flattened overlay."""
+        return functools.reduce(stack, (flat for _, flat in self.layers[:count]), {})
+
+    def config(self) -> RunConfig:
+        """What they make of the defaults.
+
+        Raises:
+            ConfigError: every problem at once.
+        """
+        config, problems = self._applied(None)
+        self.problems += map(self._traced, problems)
+        if self.problems:
+            raise ConfigError(self.problems, self.where)
+        return config
+
+    def _applied(self, count: int | None) -> tuple[RunConfig | None, list[Problem | str]]:
+        try:
+            return apply(RunConfig(), self.flat(count), self.where), []
+        except ConfigError as error:
+            return None, error.problems
+
+    def _traced(self, problem: Problem | str) -> Problem | str:
+        """With the layer since which it is there; of a contradiction, that is the last one that took part in it."""
+        number = len(self.layers) - 1
+        while problem in self._applied(number)[1]:
+            number -= 1
+        return _with_source(problem, self.layers[number][0])
+
+
+def _with_source(problem: Problem | str, source: Path | str) -> Problem | str:
+    if isinstance(problem, str):
+        return f"{source}: {problem}" if source else problem
+    if isinstance(source, Path):
+        line = _line(source, problem.setting)
+        source = as_typed(source) + (f":{line}" if line else "")
+    return problem._replace(source=source)
+
+
+def _line(path: Path, setting: str) -> int | None:
+    """Where a params file sets something, or the nearest section above it; None where it says nothing of it."""
+    lines: dict[str, int] = {}
+
+    def visit(node: yaml.Node | None, above: str) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            lines[above + str(key.value)] = key.start_mark.line + 1
+            visit(value, f"{above}{key.value}.")
+
+    visit(yaml.compose(path.read_text()), "")
+    fits = [name for name in lines if f"{setting}.".startswith(f"{name}.") or setting.endswith(f".{name}")]
+    return lines[max(fits, key=lambda name: (setting.endswith(name), len(name)))] if fits else None
+
+
+def as_typed(path: Path | str) -> str:
+    """A path as one would type it here."""
+    path = Path(path).absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def load(*paths: Path, overrides: dict | None = None) -> RunConfig:
     """RunConfig from params files, in order, and overrides on top."""
-    where = " + ".join(str(p) for p in paths) or "the overrides"
-    return resolve(*(read(p) for p in paths), overrides or {}, where=where)
+    layers = Layers(" + ".join(str(p) for p in paths) or "the overrides")
+    for path in map(Path, paths):
+        layers.put(layers.read(path)[0], path)
+    layers.put(overrides or {}, "the overrides" if paths else "")
+    return layers.config()
 
 
 def difference(old: RunConfig, new: RunConfig) -> dict:
@@ -175,7 +280,16 @@ def difference(old: RunConfig, new: RunConfig) -> dict:
 
 
 def from_notebook(variables: dict, own: Collection[str] = (), injected: Collection[str] | None = None) -> RunConfig:
-    """RunConfig from what a notebook's parameters cell, and papermill below it, defined.
+    """RunConfig from what a notebook's parameters cell, and papermill below it, defined; arguments as of `of_notebook`.
+
+    Raises:
+        ConfigError: every unknown name, wrong type and contradiction at once.
+    """
+    return of_notebook(variables, own, injected).config()
+
+
+def of_notebook(variables: dict, own: Collection[str] = (), injected: Collection[str] | None = None) -> Layers:
+    """The layers of a notebook: its preset, its parameters cell, and what papermill injected.
 
     papermill injects whatever it is given and only logs what the notebook does not know, so every variable that holds
     plain data counts as a setting: a misspelt one is an error here, a flat one (`use_fsdp2: false`) takes effect. What
@@ -185,42 +299,26 @@ def from_notebook(variables: dict, own: Collection[str] = (), injected: Collecti
         variables: the notebook's `globals()`, right after its parameters.
         own: parameters of the notebook itself that are no settings of a run.
         injected: names that papermill gave a value; None: as the notebook's history says.
-    Raises:
-        ConfigError: every unknown name, wrong type and contradiction at once.
     """
-    where = "the notebook's parameters"
+    layers = Layers("the notebook's parameters")
     plain = (str, int, float, list, tuple, dict, type(None))
     passed_over = {*PARAMETERS, *own, "In", "Out", "exit", "quit", "get_ipython", "open"}
-    flat, problems = {}, []
-
-    def collect(overlay: dict, inside: str, unset: bool = False) -> None:
-        nonlocal flat
-        try:
-            found = flatten(overlay, inside)
-        except ConfigError as error:
-            problems.extend(error.problems)
-        else:
-            flat = flat if unset else stack(flat, found)
-
     if variables.get("preset"):
-        collect(read(_preset_path(str(variables["preset"]))), "the preset")
+        path = _preset_path(str(variables["preset"]))
+        layers.put(layers.read(path)[0], path)
     names = list(variables)
     if injected is None:
         cell, injected = _parameter_names(variables)
         names = [*cell, *injected] or [name for name in variables if not name.startswith("_")]
-    for name in sorted(dict.fromkeys(names), key=lambda name: (name in injected, name not in RunConfig.model_fields)):
-        value = variables.get(name)
-        if name in passed_over or not isinstance(value, plain):
-            continue
-        for key, inner in pieces({name: value}):
-            collect({key: inner}, where, unset=value is None and name not in injected)
-    try:
-        config = apply(RunConfig(), flat, where)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems, where)
-    return config
+    taken = {
+        name: variables[name]
+        for name in sorted(dict.fromkeys(names), key=lambda name: name not in RunConfig.model_fields)
+        if name in variables and name not in passed_over and isinstance(variables[name], plain)
+    }
+    in_cell = {name: value for name, value in taken.items() if name not in injected}
+    layers.put(in_cell, unset=[name for name, value in in_cell.items() if value is None])
+    layers.put({name: value for name, value in taken.items() if name in injected}, "given to papermill")
+    return layers
 
 
 def pieces(overlay: dict) -> list[tuple[str, object]]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from waiting import LONGEST_S
@@ -21,6 +22,17 @@ from upsnb.runs import files, handle, processes, runfolder
 @pytest.fixture
 def folder(tmp_path):
     return runfolder.create(RunConfig(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("overlay", "said"), [
+    ({"data.datasets.darcy": None}, True), ({"latent.dim": 64}, False), ({"pdet.depth": 2}, False),
+])  # fmt: skip
+def test_a_cpu_that_is_given_the_reference_model_is_told_so_first(tmp_path, monkeypatch, capsys, overlay, said):
+    """Settings that choose data and no model take a CPU hours: nobody means that."""
+    fake = SimpleNamespace(Popen=lambda *a, **k: SimpleNamespace(poll=lambda: None), DEVNULL=0, PIPE=0, STDOUT=0)
+    monkeypatch.setattr(handle, "subprocess", fake)
+    handle.start(overlays.resolve(overlay, {"device": "cpu"}), tmp_path / "run", attached=False)
+    assert ("nothing chose a model, so it is the reference model" in capsys.readouterr().out) is said
 
 
 # -- folder --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from upsnb.runs import runfolder
 
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
 POLL_S = 0.1
+NETWORK = ("model", "latent", "operator")  # sections that choose what is trained
 SECONDS_TO_OBEY = 900.0  # until a request or a launch is acknowledged: a step that compiles may take that long
 _supervisors: list[subprocess.Popen] = []  # a pipe closes with its object, and a rebound variable must not end training
 
@@ -234,6 +235,10 @@ def start(
     if config.training.on_missing == "skip":
         config, skipped = phases.skip_missing(config, machine)
     hardware.check_runnable(config, machine)
+    is_reference = all(getattr(config, name) == getattr(RunConfig(), name) for name in NETWORK)
+    if is_reference and hardware.resolve_device(config, machine) == "cpu":
+        said = "nothing chose a model, so it is the reference model, which takes a CPU hours"
+        print(f"{said} -> put params/quick.yaml below your settings for a small one", flush=True)
     folder = runfolder.create(config, folder, skipped)
     for phase, reason in skipped.items():
         print(f"skipped {phase}: {reason}", flush=True)
