@@ -4,12 +4,14 @@ import random
 import typing
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 
 from upsnb import config as configs
 from upsnb.config import RunConfig, nearest_setting, setting_paths, validate
-from upsnb.errors import ConfigError, Problem
+from upsnb.errors import ConfigError, Problem, shown
+from upsnb.rules import TAKEN
 
 OTHER = {  # a valid value that is not the default, for settings whose type does not suggest one
     "data.datasets": {"one": {"family": "darcy2d", "files": ["a.h5", "b.h5"], "generate": {"seed": 3}}},
@@ -164,6 +166,41 @@ def test_contradictions_name_the_setting(values, said):
     with pytest.raises(ConfigError, match=".") as caught:
         validate(values)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"training": {"lambda_field": float("inf")}},
+        {"training": {"lambda_field": 1e300}},
+        {"training": {"seed": 2**63}},
+        {"training": {"batch_size": 2**31}},
+        {"training": {"stall_timeout_s": 1e10}},  # no clock waits so long
+        {"data": {"datasets": {"a": {"family": "darcy2d", "generate": {"seed": 2**63}}}}},
+        {"data": {"datasets": {"a": {"family": "darcy2d", "generate": {"parameter": float("nan")}}}}},
+        {"data": {"datasets": {"a": {"family": "darcy2d", "files": ["x" * 300]}}}},
+        {"data": {"split": {"validation_fraction": 0.5, "test_fraction": 0.5}}},
+        *({"data": {"datasets": {name: {"family": "darcy2d"}}}} for name in ("a.b", "a/b", "a\nb", "", "train", "ä")),
+        *({"logging": {"name": name}} for name in ("../out", "a/b", "a\nb", "", "..", "x" * 200)),
+        *({section: {"root": root}} for section in ("data", "logging") for root in ("a\nb", "a\0", "x" * 300)),
+        {"guards": {"validation_reference": "a\0"}},
+        {"operator": {"pdet": {"mlp_ratio": 1e-9}}},
+        {"operator": {"decoder": "cross_attention"}, "latent": {"dim": 33}},
+        {"training": {"seed": 10**5000}},
+        {"model": {"settings": {"a": 10**5000}}},
+    ],
+    ids=lambda values: shown(values)[:60],
+)
+def test_what_would_break_a_run_later_is_refused_by_name(values):
+    with pytest.raises(ConfigError) as caught:
+        validate(values)
+    (problem,) = str(caught.value).split("\n  ")[1:]
+    assert " -> " in problem and len(problem) < 400
+
+
+def test_no_dataset_can_have_a_name_that_torch_takes():
+    assert {name for name in dir(torch.nn.ModuleDict()) if not name.startswith("_")} <= TAKEN
+    torch.nn.ModuleDict({"a-b": torch.nn.Identity(), "0": torch.nn.Identity()})
 
 
 def test_contradictions_are_listed_together():

@@ -10,11 +10,9 @@ import re
 import sys
 from pathlib import Path
 
-import yaml
-
-from upsnb import hardware, overlays, phases
+from upsnb import hardware, overlays, phases, plain_yaml
 from upsnb.config import RunConfig
-from upsnb.errors import RunError, UpsError
+from upsnb.errors import ConfigError, RunError, UpsError
 from upsnb.overlays import as_typed
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import FIGURES, REPORT
@@ -129,9 +127,9 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
             given.problems.append(f"-p {param}: has no value -> write -p key=value")
             continue
         try:
-            sources.append((f"-p {' '.join(param.split())}", {key.strip(): _numbers(yaml.safe_load(text))}))
-        except yaml.YAMLError:
-            given.problems.append(f"-p {param}: the value is not YAML -> quote it")
+            sources.append((f"-p {' '.join(param.split())}", {key.strip(): _numbers(plain_yaml.parse(text, "-p"))}))
+        except ConfigError as error:
+            given.problems += [f"-p {key}: {problem}, or quote it" for problem in error.problems]
     for source, values in sources:
         if "run_folder" in values:
             given.problems.append(f"{source}: run_folder: is chosen with -o")

@@ -15,34 +15,54 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from upsnb.errors import ConfigError, Problem
-from upsnb.rules import contradictions
+from upsnb import plain_yaml
+from upsnb.errors import ConfigError, Problem, shown
+from upsnb.rules import TAKEN, contradictions
 
 FORMAT = 1  # version of the saved config.yaml
-
+MOST = 2**31 - 1  # of any count
+LARGEST = 1.0e9  # of any quantity: finite in float32 whatever it is multiplied with, and a time that clocks can wait
+PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Quantity = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+PositiveFloat = Annotated[float, Field(gt=0.0, le=LARGEST)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 OpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class Section(BaseModel):
-    """A frozen group of settings; unknown keys and wrong types are errors."""
+def _name_of_folder(text: str) -> str:
+    if not re.fullmatch(r"[\w+=-][\w .+=-]{0,99}", text):
+        raise PydanticCustomError("name", "Write up to 100 letters, digits and _.+=- (logging.root is the folder)")
+    return text
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+def _name_of_dataset(text: str) -> str:
+    if not re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) or text in TAKEN:
+        raise PydanticCustomError("name", "Name it with up to 64 letters, digits, _ and -, not as torch names its own")
+    return text
+
+
+def _path(text: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f]", text) or max(len(part.encode()) for part in text.split("/")) > 255:
+        raise PydanticCustomError("path", "Write a path on one line, with names of at most 255 bytes")
+    return text
+
+
+FolderName = Annotated[str, AfterValidator(_name_of_folder)]
+DatasetName = Annotated[str, AfterValidator(_name_of_dataset)]
+PathText = Annotated[str, AfterValidator(_path), Field(max_length=1000)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys, wrong types and infinite numbers are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class GenerateConfig(Section):
@@ -51,15 +71,15 @@ class GenerateConfig(Section):
     num_samples: PositiveInt = 128  # trajectories or coefficient fields
     resolution: PositiveInt = 64  # grid points per axis
     num_times: PositiveInt = 41  # saved times (ignored where the problem is static)
-    parameter: float = 1.0  # the equation's parameter: advection speed beta, Darcy forcing beta
-    seed: NonNegativeInt = 0  # seed of the generator, apart from training.seed
+    parameter: Quantity = 1.0  # the equation's parameter: advection speed beta, Darcy forcing beta
+    seed: Seed = 0  # seed of the generator, apart from training.seed
 
 
 class DatasetConfig(Section):
     """One dataset: a PDEBench family, its files, and how it is read."""
 
     family: str  # which equation: a row of data.families, with its reader and its physics
-    files: tuple[str, ...] = ()  # file names or globs under data.root; empty: generate
+    files: tuple[PathText, ...] = ()  # file names or globs under data.root; empty: generate
     generate: GenerateConfig = GenerateConfig()  # used only when files is empty
     reduced_resolution: PositiveInt = 1  # keep every k-th grid point (PDEBench's reduction)
     reduced_resolution_t: PositiveInt = 1  # keep every k-th saved time
@@ -90,8 +110,8 @@ class SplitConfig(Section):
 class DataConfig(Section):
     """Where the fields come from and where they live during training."""
 
-    root: str = "data"  # folder of the PDEBench files; relative to the project
-    datasets: dict[str, DatasetConfig] = {
+    root: PathText = "data"  # folder of the PDEBench files; relative to the project
+    datasets: dict[DatasetName, DatasetConfig] = {
         "advection": DatasetConfig(
             family="advection1d",
             generate=GenerateConfig(num_samples=200, resolution=256, parameter=0.4),
@@ -167,7 +187,7 @@ class TrainingConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
     num_gpus: PositiveInt = 1  # ranks; on the CPU that many processes
     threads_per_rank: PositiveInt | None = None  # CPU threads of one rank; empty: cores / ranks
-    seed: NonNegativeInt = 42  # weights, data order, augmentation
+    seed: Seed = 42  # weights, data order, augmentation
     batch_size: PositiveInt = 8  # training pairs per rank and microbatch
     accum_steps: PositiveInt = 1  # microbatches per optimizer step
     num_workers: NonNegativeInt = (
@@ -300,7 +320,7 @@ class GuardsConfig(Section):
     out_of_memory: bool = False  # a smaller microbatch and more accumulation, the effective batch stays
     regrow_steps: PositiveInt = 1000  # good steps until the microbatch grows again
     offload_overhead: PositiveFloat | None = None  # relative cost of a step above which offload is switched off
-    validation_reference: str | None = None  # run folder that phase 3 must not fall behind; relative to the project
+    validation_reference: PathText | None = None  # run that phase 3 must not fall behind; relative to the project
     validation_tolerance: PositiveFloat = 0.05  # relative excess of validation nRMSE over the reference's
     compile_failure: Literal["stop", "off"] = "stop"  # what a failing compilation does
 
@@ -308,8 +328,8 @@ class GuardsConfig(Section):
 class LoggingConfig(Section):
     """What a run writes down."""
 
-    name: str = "train"  # prefix of the run folder
-    root: str = "outputs"  # where run folders go; relative to the project
+    name: FolderName = "train"  # prefix of the run folder
+    root: PathText = "outputs"  # where run folders go; relative to the project
 
 
 class RunConfig(Section):
@@ -351,7 +371,8 @@ def _is_union(annotation) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
-def setting_paths(section: type[Section] = RunConfig, prefix: str = "") -> list[str]:
+@functools.cache
+def setting_paths(section: type[Section] = RunConfig, prefix: str = "") -> tuple[str, ...]:
     """Dotted paths of every setting; entries of named mappings are written with `*`."""
     paths = []
     for name, field in section.model_fields.items():
@@ -364,7 +385,7 @@ def setting_paths(section: type[Section] = RunConfig, prefix: str = "") -> list[
             value_type = _fields_of(typing.get_args(field.annotation)[1])
             if value_type is not None:
                 paths += setting_paths(value_type, f"{prefix}{name}.*.")
-    return paths
+    return tuple(paths)
 
 
 def setting(config: RunConfig, path: str):
@@ -391,23 +412,23 @@ def nearest_setting(path: str) -> str:
 def _explain(error: dict) -> Problem:
     path = ".".join(str(part) for part in error["loc"] if not _is_union_tag(part))
     found = error["input"]
-    shown = f"the text {found!r}" if isinstance(found, str) else f"{found!r}"
+    said = f"got the text {shown(found)}" if isinstance(found, str) else f"got {shown(found)}"
     kind = error["type"]
     if kind == "extra_forbidden":
         return Problem(path, "unknown setting", nearest_setting(path))
     if kind == "literal_error":
-        return Problem(path, f"got {shown}", f"choose {error['ctx']['expected']}")
+        return Problem(path, said, f"choose {error['ctx']['expected']}")
     if isinstance(found, str) and kind in ("float_type", "int_type", "float_parsing", "int_parsing"):
         if parts := re.fullmatch(r"([+-]?\d*\.?\d*)[eE]([+-]?)(\d+)", found):
             mantissa, sign, exponent = parts.groups()
             written = f"{mantissa}{'' if '.' in mantissa else '.0'}e{sign or '+'}{exponent}"
-            return Problem(path, f"got {shown}", f"write {written} (YAML wants the dot and the sign)")
-        return Problem(path, f"got {shown}", "write a number without quotes")
-    return Problem(path, f"got {shown}", error["msg"][0].lower() + error["msg"][1:])
+            return Problem(path, said, f"write {written} (YAML wants the dot and the sign)")
+        return Problem(path, said, "write a number without quotes")
+    return Problem(path, said, error["msg"][0].lower() + error["msg"][1:])
 
 
 def _is_union_tag(part) -> bool:
-    return isinstance(part, str) and (part in ("float", "int", "str") or part.endswith("Config"))
+    return isinstance(part, str) and (part in ("float", "int", "str", "[key]") or part.endswith("Config"))
 
 
 def validate(values: dict, where: str = "the configuration") -> RunConfig:
@@ -418,14 +439,14 @@ def validate(values: dict, where: str = "the configuration") -> RunConfig:
     """
     try:
         # Through JSON: lists become tuples while numbers and texts stay strictly apart.
-        return RunConfig.model_validate_json(json.dumps(values))
+        return RunConfig.model_validate_json(json.dumps(values, ensure_ascii=False).encode())
     except ValidationError as error:
         problems = []
         for item in error.errors():
             cause = item.get("ctx", {}).get("error")
             problems += cause.problems if isinstance(cause, ConfigError) else [_explain(item)]
         raise ConfigError(problems, where) from None
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:  # of JSON: objects, half characters, 5000 digits, loops
         raise ConfigError([f"{error} -> use numbers, texts, lists and mappings only"], where) from None
 
 
@@ -446,7 +467,7 @@ def load(path: Path) -> RunConfig:
 
 def parse(text: str, where: str = "the saved configuration") -> RunConfig:
     """A config from the text that `dump` gave."""
-    values = yaml.safe_load(text)
+    values = plain_yaml.mapping(text, where)
     found = values.pop("format", None)
     if found != FORMAT:
         raise ConfigError([f"format: found {found!r}, this version reads {FORMAT}"], where)

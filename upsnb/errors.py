@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+MOST_LISTED = 20  # problems in one message
+MOST_SHOWN = 80  # characters of a value in it
+
+
+def shown(value) -> str:
+    """A value as a message quotes it: on one line, no longer than a reader takes in."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no whole number of more than 4300 digits
+        text = f"a value too large to be written ({type(value).__name__})"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
 
 class Problem(NamedTuple):
     """What is wrong with one setting, and what to do about it."""
@@ -15,7 +27,8 @@ class Problem(NamedTuple):
     source: str = ""  # who said so: a file and its line, a parameter; empty where that is not known
 
     def __str__(self) -> str:
-        return f"{self.source}{': ' * bool(self.source)}{self.setting}: {self.found} -> {self.remedy}"
+        setting = self.setting if self.setting.isprintable() and len(self.setting) <= 200 else shown(self.setting)
+        return f"{self.source}{': ' * bool(self.source)}{setting}: {self.found} -> {self.remedy}"
 
 
 class UpsError(Exception):
@@ -23,14 +36,16 @@ class UpsError(Exception):
 
 
 class ConfigError(UpsError, ValueError):
-    """A configuration is invalid; lists every problem at once."""
+    """A configuration is invalid; lists every problem at once, but for a flood of them."""
 
     def __init__(self, problems: Iterable[Problem | str], where: str = "the configuration"):
         self.problems = list(dict.fromkeys(problems))
         self.where = where
         noun = "problem" if len(self.problems) == 1 else "problems"
         lines = [f"{len(self.problems)} {noun} in {where}"]
-        super().__init__("\n  ".join([*lines, *map(str, self.problems)]))
+        left = len(self.problems) - MOST_LISTED
+        lines += [*map(str, self.problems[:MOST_LISTED]), *([f"and {left} more"] if left > 0 else [])]
+        super().__init__("\n  ".join(lines))
 
 
 class DataError(UpsError, ValueError):

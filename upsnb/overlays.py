@@ -15,11 +15,10 @@ import typing
 from collections.abc import Collection
 from pathlib import Path
 
-import yaml
-
 from upsnb import config as configs
+from upsnb import plain_yaml
 from upsnb.config import RunConfig, nearest_setting, setting_paths
-from upsnb.errors import ConfigError, Problem
+from upsnb.errors import MOST_LISTED, ConfigError, Problem, shown
 from upsnb.rules import did_you_mean
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent")
@@ -39,21 +38,18 @@ def read_file(path: Path) -> tuple[dict, bool]:
     That is papermill's own way to say so: without it, a notebook's preset stays below the file.
     """
     path = Path(path)
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, near) if near else "has no params files"
-        raise ConfigError([f"no such file -> {as_typed(path.parent)}: {hint}"], str(path))
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError([f"not YAML: {' '.join(str(error).split())}"], str(path)) from None
-    if values is None:
-        return {}, False
-    if not isinstance(values, dict):
-        raise ConfigError([f"got {type(values).__name__} at the top -> write `section:` and its settings"], str(path))
+        if not path.is_file():
+            near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+            hint = did_you_mean(path.name, near) if near else "has no params files"
+            raise ConfigError([f"no such file -> {as_typed(path.parent)}: {hint}"], str(path))
+        with open(path, "rb") as file:
+            values = plain_yaml.mapping(file.read(plain_yaml.MOST_BYTES + 1), str(path))
+    except OSError as error:
+        raise ConfigError([f"cannot be read ({error.strerror}) -> check name and permissions"], str(path)) from None
     preset = values.pop("preset", None)
     if preset:
-        remedy = f'choose it with -p preset={preset}, or write "" to have no preset below this file'
+        remedy = f'choose it with -p preset={shown(preset)}, or write "" to have no preset below this file'
         raise ConfigError([f"preset: a file cannot name another one -> {remedy}"], str(path))
     return values, preset == ""
 
@@ -64,8 +60,7 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
     Raises:
         ConfigError: every key that names no setting, or more than one.
     """
-    known = [path for path in setting_paths() if "*" not in path]
-    sections = {path.rpartition(".")[0] for path in known} | {path.split(".")[0] for path in known}
+    known, sections = _known()
     flat, problems = {}, []
 
     def visit(path: str, value) -> None:
@@ -77,9 +72,13 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
         elif path in sections and value is None and _may_be_empty(path):
             flat[path] = None
         elif path in sections:
-            problems.append(Problem(path, f"got {value!r}", "it is a section, write its settings below it"))
+            problems.append(Problem(path, f"got {shown(value)}", "it is a section, write its settings below it"))
         else:
-            problems.append(Problem(path, "unknown setting", nearest_setting(path)))
+            unknown(path)
+
+    def unknown(name: str) -> None:  # looking for what was meant takes a millisecond
+        hint = nearest_setting(name) if len(problems) < MOST_LISTED else "take it out"
+        problems.append(Problem(name, "unknown setting", hint))
 
     def place(name: str, value) -> None:
         if name in known or name in sections or _inside_named(name):
@@ -91,13 +90,20 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
         elif candidates:
             problems.append(Problem(name, "is ambiguous", f"write one of {', '.join(sorted(candidates))}"))
         else:
-            problems.append(Problem(name, "unknown setting", nearest_setting(name)))
+            unknown(name)
 
     for key, value in overlay.items():
         place(str(key), value)
     if problems:
         raise ConfigError(problems, where)
     return flat
+
+
+@functools.cache
+def _known() -> tuple[frozenset[str], frozenset[str]]:
+    """Dotted paths of all settings, and of all sections."""
+    known = [path for path in setting_paths() if "*" not in path]
+    return frozenset(known), frozenset({path.rpartition(".")[0] for path in known} | {*RunConfig.model_fields})
 
 
 def is_setting(name: str) -> bool:
@@ -187,13 +193,17 @@ class Layers:
             unset: its keys that must be settings, and are left as they are below.
         """
         found: dict = {}
-        for key, value in pieces(overlay):
+        parts = pieces(overlay)
+        for number, (key, value) in enumerate(parts):
+            flood = len(self.problems) >= MOST_LISTED  # then the rest at once, to be counted
             try:
-                flat = flatten({key: value})
+                flat = flatten(dict(parts[number:]) if flood else {key: value})
             except ConfigError as error:
-                self.problems += [_with_source(problem, source) for problem in error.problems]
+                self.problems += [problem if flood else _with_source(problem, source) for problem in error.problems]
             else:
                 found = found if key in unset else stack(found, flat)
+            if flood:
+                break
         self.layers.append((source, found))
 
     def flat(self, count: int | None = None) -> dict:
@@ -207,7 +217,7 @@ class Layers:
             ConfigError: every problem at once.
         """
         config, problems = self._applied(None)
-        self.problems += map(self._traced, problems)
+        self.problems += [*map(self._traced, problems[:MOST_LISTED]), *problems[MOST_LISTED:]]
         if self.problems:
             raise ConfigError(self.problems, self.where)
         return config
@@ -237,14 +247,7 @@ def _with_source(problem: Problem | str, source: Path | str) -> Problem | str:
 
 def _line(path: Path, setting: str) -> int | None:
     """Where a params file sets something, or the nearest section above it; None where it says nothing of it."""
-    lines: dict[str, int] = {}
-
-    def visit(node: yaml.Node | None, above: str) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            lines[above + str(key.value)] = key.start_mark.line + 1
-            visit(value, f"{above}{key.value}.")
-
-    visit(yaml.compose(path.read_text()), "")
+    lines = plain_yaml.lines(path.read_bytes())
     fits = [name for name in lines if f"{setting}.".startswith(f"{name}.") or setting.endswith(f".{name}")]
     return lines[max(fits, key=lambda name: (setting.endswith(name), len(name)))] if fits else None
 

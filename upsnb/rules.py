@@ -29,6 +29,16 @@ CONFLICTS = (  # settings that exclude each other: names, when, what to say
         Problem("optimizer.foreach", "AdamW is either fused or foreach", "switch one of them off"),
     ),
 )
+TAKEN = frozenset(  # names that torch's containers of modules use themselves, so that no dataset can have them
+    "T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double "
+    "dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half ipu "
+    "items keys load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
+    "parameters pop register_backward_hook register_buffer register_forward_hook register_forward_pre_hook "
+    "register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook "
+    "register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook "
+    "register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory state_dict to "
+    "to_empty train training type update values xpu zero_grad".split()
+)
 PHYSICS_TERMS = ("boundary", "conservation", "positivity")  # hold where a family names them among its priors
 
 
@@ -55,6 +65,25 @@ def contradictions(config) -> list[Problem]:
         "operator.pdet.num_heads",
         f"{pdet.hidden_dim} over {pdet.num_heads} heads",
         "make hidden_dim an even multiple",
+    )
+    require(
+        int(pdet.hidden_dim * pdet.mlp_ratio) > 0,
+        "operator.pdet.mlp_ratio",
+        f"{pdet.mlp_ratio:g} of a hidden_dim of {pdet.hidden_dim} is no width at all",
+        "raise it",
+    )
+    require(
+        latent.dim % 2 == 0
+        or not {"perceiver", "cross_attention"} & {config.operator.encoder, config.operator.decoder},
+        "latent.dim",
+        f"{latent.dim} is odd, and attention in encoder or decoder rotates pairs of channels",
+        "make it even",
+    )
+    require(
+        config.data.split.validation_fraction + config.data.split.test_fraction < 1,
+        "data.split",
+        "validation_fraction and test_fraction leave nothing to train on",
+        "lower one of them",
     )
     for name, dataset in datasets.items():
         family, frames = FAMILIES[dataset.family], (dataset.input_frames, dataset.output_frames)
