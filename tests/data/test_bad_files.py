@@ -1,11 +1,14 @@
 """Files that are wrong in one way each: refused on opening, with file, key and what to do."""
 
+import os
+
 import h5py
 import numpy as np
 import pytest
 from tiny_files import advection_arrays, darcy_arrays, write
 
 from upsnb.data.families import open_source
+from upsnb.data.generate import generate_advection
 from upsnb.errors import DataError
 
 MAKE = {"advection1d": advection_arrays, "darcy2d": darcy_arrays}
@@ -182,3 +185,145 @@ def test_every_problem_of_every_file_is_reported_at_once(tmp_path):
         open_source("advection1d", [tmp_path / "gone.h5", bad])
     assert "2 problems" in str(caught.value)
     assert "gone.h5" in str(caught.value) and "bad.h5" in str(caught.value)
+
+
+# -- another equation's values -----------------------------------------------------------------------------------------
+
+
+def burgers_arrays(num_samples: int = 20, points: int = 64, frames: int = 21) -> dict:
+    """Viscous Burgers flow of random sines on advection's own grid and times (Cole and Hopf's formula)."""
+    nu, fine = 0.01, 512
+    x, arrays = (np.arange(fine) + 0.5) / fine, advection_arrays(num_samples, points, frames)
+    random = np.random.default_rng(0)
+    kernel = np.fft.fftfreq(fine, 1 / fine)
+    for sample in arrays["tensor"]:
+        start = sum(random.uniform() * np.sin(2 * np.pi * k * x + random.uniform(0, 7)) for k in (1, 2))
+        potential = np.exp(-np.cumsum(start - start.mean()) / fine / (2 * nu))
+        for frame, time in zip(sample, arrays["t-coordinate"]):
+            decay = np.exp(-nu * (2 * np.pi * kernel) ** 2 * time)
+            phi = np.fft.fft(potential) * decay
+            slope = np.fft.ifft(2j * np.pi * kernel * phi).real / np.fft.ifft(phi).real
+            frame[:] = (-2 * nu * slope)[:: fine // points]
+    return arrays
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.001, 0.1, 0.4, 1.0, 4.0, -2.0])
+def test_another_equation_with_a_speed_to_its_name_is_no_advection(tmp_path, beta):
+    path = write(tmp_path / "a.h5", burgers_arrays(), beta=beta)
+    _refused("advection1d", path, "no other speed explains it -> another equation's values, or noise")
+
+
+def test_noise_and_a_still_field_are_no_advection(tmp_path):
+    arrays = advection_arrays(frames=21)
+    noise = np.random.default_rng(0).normal(size=arrays["tensor"].shape).astype(np.float32)
+    _refused("advection1d", write(tmp_path / "a.h5", arrays | {"tensor": noise}, beta=0.5), "no other speed")
+    arrays["tensor"][:] = arrays["tensor"][:, :1]
+    _refused("advection1d", write(tmp_path / "b.h5", arrays, beta=0.5), "waves move at 0 and beta is 0.5")
+
+
+def test_waves_at_another_speed_than_the_attribute_say_theirs(tmp_path):
+    arrays = advection_arrays(frames=101, beta=0.3)
+    _refused("advection1d", write(tmp_path / "a.h5", arrays, beta=0.5), r"waves move at 0\.(29|30)\d* and beta is 0\.5")
+
+
+@pytest.mark.parametrize("beta", [0.001, 0.4, 1.0, 7.0])
+def test_a_real_file_of_burgers_flow_is_no_advection_whatever_it_is_called(shared_data, tmp_path, beta):
+    (tmp_path / f"1D_Advection_beta{beta}.hdf5").symlink_to(shared_data / "1D_Burgers_Sols_Nu0.01.hdf5")
+    _refused("advection1d", tmp_path / f"1D_Advection_beta{beta}.hdf5", "no other speed explains it")
+
+
+@pytest.mark.parametrize("resolution", [16, 18, 32, 64])
+@pytest.mark.parametrize("num_times", [2, 13, 41])
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0, 7.0, -0.3])
+def test_generated_advection_moves_as_it_says(tmp_path, resolution, num_times, beta):
+    for num_samples in (1, 20):
+        path = generate_advection(tmp_path / "a.h5", num_samples, beta, resolution, num_times)
+        assert open_source("advection1d", path).num_samples == num_samples
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "found"),
+    [
+        ("1D_Burgers_Sols_Nu0.01.hdf5", {}, "it gives Nu, so another equation's"),
+        ("ReacDiff.hdf5", {"Nu": 0.5, "rho": 1.0}, "it gives Nu, rho, so another equation's"),
+        ("mine.hdf5", {}, "set this attribute to the beta"),
+    ],
+)
+def test_a_file_without_its_parameter_is_never_to_be_renamed(tmp_path, name, attributes, found):
+    said = _refused("advection1d", write(tmp_path / name, advection_arrays(), **attributes), found)
+    assert "rename" not in said
+
+
+# -- files that are no plain arrays --------------------------------------------------------------------------------
+
+
+def reach(handle, key: str, how: str) -> None:
+    """Put something else in the place of a dataset: a link, an empty space, an array that is made of others."""
+    values = handle[key][()]
+    layout = h5py.VirtualLayout(values.shape, values.dtype)
+    del handle[key]
+    if how == "external link":
+        handle[key] = h5py.ExternalLink("gone.h5", key)
+    elif how == "external link to a pipe":
+        handle[key] = h5py.ExternalLink("pipe", key)
+    elif how == "dangling link":
+        handle[key] = h5py.SoftLink("/gone")
+    elif how == "link to itself":
+        handle[key] = h5py.SoftLink(f"/{key}")
+    elif how == "null space":
+        handle.create_dataset(key, data=h5py.Empty("f4"))
+    elif how == "virtual, of itself":
+        layout[:] = h5py.VirtualSource(".", key, values.shape)
+        handle.create_virtual_dataset(key, layout)
+    elif how == "external storage":
+        handle.create_dataset(key, values.shape, "f4", external=[("raw.bin", 0, values.nbytes)])
+    elif how == "never written":
+        handle.create_dataset(key, (10**12, *values.shape[1:]), "f4", chunks=(1, *values.shape[1:]))
+    elif how == "never written, compressed":
+        handle.create_dataset(key, (10**12, *values.shape[1:]), "f4", chunks=(1, *values.shape[1:]), compression="gzip")
+    elif how == "compound":
+        handle.create_dataset(key, values.shape, np.dtype([("re", "f4"), ("im", "f4")]))
+        handle[key][...] = np.zeros(values.shape, handle[key].dtype)
+    elif how == "texts":
+        handle.create_dataset(key, data=np.full(values.shape, "a", dtype=object), dtype=h5py.string_dtype())
+
+
+HOW = (
+    *(
+        "external link",
+        "external link to a pipe",
+        "dangling link",
+        "link to itself",
+        "null space",
+        "virtual, of itself",
+    ),
+    *("external storage", "never written", "never written, compressed", "compound", "texts"),
+)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("name", "key"), KEYS)
+def test_what_is_no_plain_array_is_refused_before_hdf5_follows_it(tmp_path, name, key, how):
+    os.mkfifo(tmp_path / "pipe")
+    path = write(tmp_path / "a.h5", MAKE[name](), beta=0.5)
+    with h5py.File(path, "a") as handle:
+        reach(handle, key, how)
+    _refused(name, path, key)
+
+
+@pytest.mark.parametrize("value", [h5py.Empty("f8"), "x" * 10000, np.zeros(3), np.nan, b"\xff", np.array([], "f8")])
+def test_an_attribute_that_is_no_number(tmp_path, value):
+    said = _refused(
+        "advection1d", write(tmp_path / "a.h5", advection_arrays(), beta=value), "expected one finite number"
+    )
+    assert len(said) < 400
+
+
+def test_a_file_of_many_keys_names_a_few(tmp_path):
+    path = write(tmp_path / "a.h5", {f"{n:04}": np.zeros(1) for n in range(1000)} | {"a\nb": np.zeros(1)})
+    assert len(_refused("advection1d", path, "keys found: 0000, 0001")) < 400
+
+
+def test_a_folder_of_bad_files_is_cut_and_counted(tmp_path):
+    with pytest.raises(DataError, match=r"30 problems(.|\n)*and 10 more$"):
+        open_source("advection1d", [tmp_path / f"{n}.h5" for n in range(30)])

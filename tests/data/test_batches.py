@@ -1,6 +1,7 @@
 """Which pairs are trained on: all of them, once, whatever the ranks, restarts and loaders; and true symmetries only."""
 
 import dataclasses
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -13,6 +14,8 @@ from upsnb.data.datasets import generated_path, open_dataset
 from upsnb.data.families import FAMILIES
 from upsnb.data.symmetries import GROUPS, invert_square, transform_square
 from upsnb.errors import DataError
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
 
 
 @pytest.fixture
@@ -361,6 +364,14 @@ def test_statistics_normalise_the_training_split(opened):
             normalised = (fields.astype(np.float64) - mean[0]) / std[0]
             assert abs(normalised.mean()) < 1e-6 and abs(normalised.std() - 1) < 1e-6
         assert dataclasses.asdict(spec)["parameter_std"] == (1.0,)  # one single beta: nothing to scale by
+
+
+def test_fewer_samples_than_were_asked_for_are_told(tiny_config):
+    said: list[str] = []
+    Setup.build(tiny_config(**{"data.datasets.darcy.num_samples": 300}), Path(), Ranks(), said.append)
+    (line,) = said
+    assert line.startswith("warning: data.datasets.darcy.num_samples: 300 were asked for and 2D_DarcyFlow")
+    assert line.endswith("holds 20 -> all of them are taken")
 
 
 def test_splits_are_disjoint_and_cover_the_samples(opened):

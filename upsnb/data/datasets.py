@@ -77,7 +77,10 @@ def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
     """
     found, missing = [], []
     for pattern in config.files:
-        matches = sorted(root.glob(pattern)) if not Path(pattern).is_absolute() else [Path(pattern)]
+        try:
+            matches = sorted(root.glob(pattern)) if not Path(pattern).is_absolute() else [Path(pattern)]
+        except (ValueError, OSError):  # no pattern
+            matches = []
         (found.extend(matches) if matches and matches[0].is_file() else missing.append(pattern))
     if missing:
         near = sorted(p.name for p in root.glob("*.h*5")) if root.is_dir() else []
@@ -116,13 +119,16 @@ def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> No
         ensure_generated(chosen, root / config.data.root, log)
 
 
-def open_all(config: RunConfig, root: Path) -> dict[str, Dataset]:
+def open_all(config: RunConfig, root: Path, log: Progress) -> dict[str, Dataset]:
     """Open every dataset of a config; `root` is the project's."""
-    return {name: open_dataset(name, config, root / config.data.root) for name in config.data.datasets}
+    return {name: open_dataset(name, config, root / config.data.root, log) for name in config.data.datasets}
 
 
-def open_dataset(name: str, config: RunConfig, root: Path) -> Dataset:
+def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambda message: None) -> Dataset:
     """Open, check and split one dataset and measure its training statistics.
+
+    Args:
+        log: told of every file with fewer samples than were asked for.
 
     Raises:
         DataError: files missing or wrong, an empty split, too few frames, a constant channel.
@@ -132,6 +138,10 @@ def open_dataset(name: str, config: RunConfig, root: Path) -> Dataset:
     source = open_source(
         chosen.family, files, chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples
     )
+    for path, count in zip(source.files, np.bincount(source.file_of_sample), strict=True):
+        if chosen.num_samples is not None and count < chosen.num_samples:
+            found = f"{chosen.num_samples} were asked for and {path.name} holds {count}"
+            log(f"warning: data.datasets.{name}.num_samples: {found} -> all of them are taken")
     split = config.data.split
     splits = split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
     frames = np.arange(0, source.num_times, config.training.time_stride)

@@ -13,37 +13,53 @@ import h5py
 import numpy as np
 
 from upsnb.data.generate import generate_advection, generate_darcy
-from upsnb.data.layouts import AXES, LAYOUTS, Family, Header, RemoteFile, open_hdf5
-from upsnb.errors import DataError
+from upsnb.data.layouts import AXES, LAYOUTS, Family, Header, RemoteFile, in_one_line, open_hdf5
+from upsnb.errors import MOST_LISTED, DataError
 
 BLOCK_BYTES = 32 * 2**20  # raw bytes read at a time: official files are 7.7 GiB, machines are not
 CONVENTIONS = ("pdebench", "first", "last")
+MOST_MISFIT = 0.25  # of a frame, relative, that a speed leaves which explains it
 
 
 def _check_advection_speed(header: Header, handle: h5py.File) -> list[str]:
-    """Compare the speed of the stored waves with beta: the wrong files carry the right coordinates."""
-    times, x, problems = header.times, header.coordinates[0], []
-    beta = float(header.parameters[0, 0])
-    if beta == 0.0 or len(times) < 2:
-        return problems
+    """Whether u(x - beta t) is what the file holds: coordinates and keys are right in wrong files as well.
+
+    Of 16 samples the median counts: PDEBench's own numerical error is below 0.01, and a tenth of the samples has edges
+    that coarse grids miss. Viscous Burgers flow leaves 0.6 and more at any speed.
+    """
+    times, points, beta = header.times, len(header.coordinates[0]), float(header.parameters[0, 0])
+    if len(times) < 2 or points < 16:  # too coarse for the waves
+        return []
     # A tenth of the domain is far enough to tell 1x from 2x and too short for the usual waves to come round again.
-    frame = int(np.clip(np.rint(0.1 / abs(beta * times[1])), 1, len(times) - 1))
-    first, later = (np.asarray(handle["tensor"][0, k], dtype=np.float64) for k in (0, frame))
-    waves, k = np.fft.rfft(first), np.arange(len(x) // 2 + 1)
+    frame = int(np.clip(np.rint(0.1 / max(abs(beta * times[1]), 1e-9)), 1, len(times) - 1))
+    count = np.clip(BLOCK_BYTES // (32 * points), 1, 16)
+    samples = np.unique(np.linspace(0, header.num_samples - 1, count).astype(int))
+    first, later = (np.stack([handle["tensor"][n, k] for n in samples]).astype(np.float64) for k in (0, frame))
+    if not (np.isfinite(first).all() and np.isfinite(later).all()):
+        return []  # reading says which sample
+    waves, moved, k = np.fft.rfft(first), np.fft.rfft(later), np.arange(points // 2 + 1)
+    spread = np.linalg.norm(later - later.mean(axis=1, keepdims=True), axis=1) + 1e-30
 
-    def misfit(factor: float) -> float:
-        shifted = np.fft.irfft(waves * np.exp(-2j * np.pi * k * factor * beta * times[frame]), n=len(x))
-        return float(np.linalg.norm(shifted - later) / (np.linalg.norm(later - later.mean()) + 1e-30))
+    def misfit(speed: float) -> float:
+        shifted = np.fft.irfft(waves * np.exp(-2j * np.pi * k * speed * times[frame]), n=points)
+        return float(np.median(np.linalg.norm(shifted - later, axis=1) / spread))
 
-    # PDEBench's own numerical error is below 0.01 here, noise or another PDE fits no speed at all.
-    if misfit(1.0) > 0.1:
-        for factor in (0.5, 2.0):
-            if misfit(factor) < 0.2 * misfit(1.0):
-                problems.append(
-                    f"{header.path}: tensor, sample 0: waves move at {factor * beta:g}, {factor:g} times beta {beta:g}"
-                    " -> advection files from before Aug 2023 are wrong in time by 2, download the current one"
-                )
-    return problems
+    if misfit(beta) <= MOST_MISFIT:
+        return []
+    both = (waves.conj() * moved).sum(axis=0)
+    both[0] = 0  # a mean does not move
+    shift = int(np.fft.irfft(both, n=16 * points).argmax()) / (16 * points)
+    speed = (shift + np.rint(beta * times[frame] - shift)) / times[frame]
+    factor = min((0.5, 2.0), key=lambda factor: misfit(factor * beta))
+    if misfit(factor * beta) <= min(misfit(speed) + 0.02, MOST_MISFIT):
+        found = f"waves move at {factor * beta:g}, {factor:g} times beta {beta:g}"
+        remedy = "advection files from before Aug 2023 are wrong in time by 2, download the current one"
+    elif misfit(speed) <= MOST_MISFIT:
+        found, remedy = f"waves move at {speed:.3g} and beta is {beta:g}", "correct the file's attribute beta"
+    else:
+        found = f"u(x - {beta:g} t) misses frame {frame} by {misfit(beta):.0%} of it, and no other speed explains it"
+        remedy = "another equation's values, or noise: they cannot be read as advection1d"
+    return [f"{header.path}: tensor: {found} -> {remedy}"]
 
 
 FAMILIES: dict[str, Family] = {
@@ -199,8 +215,8 @@ class Source:
         path, (_, read_block) = self.files[file], LAYOUTS[self.family.layout]
         try:
             block = read_block(self._handle(file), self.family, key, samples, frames, self.reduced_resolution)
-        except OSError as error:
-            found = f"samples {samples.start}..{samples.stop - 1} cannot be read ({error})"
+        except Exception as error:  # whatever a damaged file runs into
+            found = f"samples {samples.start}..{samples.stop - 1} cannot be read ({in_one_line(error)})"
             raise DataError(f"{path}: {key}: {found} -> truncated or damaged, download it again") from error
         with np.errstate(over="ignore"):  # a float64 value beyond float32 becomes inf and is reported below
             block = block.astype(np.float32, copy=False)
@@ -268,10 +284,10 @@ def open_source(
                 problems += family.check(header, handle) if family.check else []
                 problems += _reduction_problems(header, reduced_resolution, reduced_resolution_t)
                 headers.append(header)
-        except OSError as error:
-            problems.append(f"{path}: cannot be read ({error}) -> truncated or damaged, download it again")
         except DataError as error:
             problems.append(str(error))
+        except Exception as error:  # whatever a damaged file runs into
+            problems.append(f"{path}: cannot be read ({in_one_line(error)}) -> truncated or damaged, download it again")
     for other in headers[1:]:
         problems += _mismatch(headers[0], other)
     if problems:
@@ -298,7 +314,8 @@ def open_source(
 
 def _summary(family: Family, problems: list[str]) -> DataError:
     noun = "problem" if len(problems) == 1 else "problems"
-    return DataError("\n  ".join([f"{len(problems)} {noun} in {family.name} data", *problems]))
+    more = [f"and {len(problems) - MOST_LISTED} more"] if len(problems) > MOST_LISTED else []
+    return DataError("\n  ".join([f"{len(problems)} {noun} in {family.name} data", *problems[:MOST_LISTED], *more]))
 
 
 def _repeated(paths: list[Path]) -> list[Path]:

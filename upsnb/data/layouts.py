@@ -1,18 +1,24 @@
 """How PDEBench files are laid out: what a family's files must hold, checked before a single field value is used."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import h5py
 import numpy as np
 
-from upsnb.errors import DataError
+from upsnb.errors import DataError, shown
 
 AXES = ("x", "y", "z")
 UPDATE_HINT = "it is an old release or a cut file: download the current one (or generate it, see upsnb.data.generate)"
+
+MOST_NAMED = 8  # keys of a file in one message
+DEFLATED = 1100  # largest factor that HDF5's own filters shrink by; deflate's is 1032
+PARAMETERS = "beta|nu|rho|eta|zeta|m"  # that PDEBench's file names and attributes give
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,49 @@ def open_hdf5(path: Path) -> h5py.File:
         raise DataError(f"{path}: not an HDF5 file -> expected a PDEBench .hdf5/.h5 file, is this an error page?")
     try:
         return h5py.File(path, "r")
-    except OSError as error:
-        raise DataError(f"{path}: truncated or damaged ({error}) -> download or generate it again") from error
+    except Exception as error:  # whatever a damaged file runs into
+        raise DataError(
+            f"{path}: truncated or damaged ({in_one_line(error)}) -> download or generate it again"
+        ) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """What HDF5 says of an error, as far as it is of use."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _names(names: Collection[str]) -> str:
+    """The first few names of keys or attributes."""
+    listed = [name if name.isprintable() and len(name) < 60 else shown(name) for name in islice(names, MOST_NAMED)]
+    return ", ".join(listed + ["..."] * (len(names) > MOST_NAMED)) or "none"
+
+
+def _dataset(family: Family, path: Path, handle: h5py.File, key: str) -> h5py.Dataset:
+    """A dataset of this file whose numbers are all in it.
+
+    HDF5 follows a virtual dataset that is made of itself until the process crashes, opens whatever file an external
+    link names, and gives zeros for what was declared and never written.
+    """
+    links, name = handle.id.links, key.encode()
+    if links.exists(name) and links.get_info(name).type == h5py.h5l.TYPE_EXTERNAL:
+        raise DataError(f"{path}: {key}: a link to another file -> name that file, or copy the values into this one")
+    try:
+        dataset = handle.get(key)
+    except Exception:  # a link to itself
+        dataset = None
+    if not isinstance(dataset, h5py.Dataset):
+        raise DataError(
+            f"{path}: key {key!r} is missing or a group -> is this a {family.name} file? keys found: {_names(handle)}"
+        )
+    if dataset.shape is None or dataset.is_virtual or dataset.external or dataset.file.filename != handle.filename:
+        raise DataError(f"{path}: {key}: holds no values of its own -> copy the values into this file")
+    stored, needed = dataset.id.get_storage_size(), math.prod(dataset.shape) * dataset.dtype.itemsize
+    if needed > stored * (DEFLATED if dataset.id.get_create_plist().get_nfilters() else 1):
+        raise DataError(
+            f"{path}: {key}: shape {dataset.shape} takes {needed / 2**30:.3g} GiB, {stored / 2**30:.3g} GiB are there"
+            " -> it was never written to its end, download or generate it again"
+        )
+    return dataset
 
 
 def _parameter(family: Family, path: Path, handle: h5py.File, name: str) -> float:
@@ -86,10 +133,14 @@ def _parameter(family: Family, path: Path, handle: h5py.File, name: str) -> floa
     if found is None:
         match = re.search(rf"(?<![a-z]){name}(\d+(?:\.\d*)?(?:e[+-]?\d+)?)", path.name, re.IGNORECASE)
         if match is None:
-            attributes = ", ".join(handle.attrs) or "none"
+            others = re.findall(rf"(?<![a-z])({PARAMETERS})(?=\d)", path.name, re.IGNORECASE)
+            others += [other for other in handle.attrs if re.fullmatch(PARAMETERS, other, re.IGNORECASE)]
+            remedy = f"set this attribute to the {name} that its values were made with"
+            if others:
+                remedy = f"it gives {_names(others)}, so another equation's: it cannot be read as {family.name}"
             raise DataError(
-                f"{path}: attribute {name!r} is missing (found: {attributes}) and the file name does not give it"
-                f" -> rename the file to contain {name}<value>, or set the attribute"
+                f"{path}: attribute {name!r} is missing (found: {_names(handle.attrs)}) and the file name does not give"
+                f" it -> {remedy}"
             )
         found = match.group(1)
     try:
@@ -97,18 +148,17 @@ def _parameter(family: Family, path: Path, handle: h5py.File, name: str) -> floa
     except (ValueError, TypeError):
         value = np.nan
     if not np.isfinite(value):
-        raise DataError(f"{path}: attribute {name!r} is {found!r} -> expected one finite number")
+        raise DataError(f"{path}: attribute {name!r} is {shown(found)} -> expected one finite number")
     return value
 
 
-def _coordinate(path: Path, handle: h5py.File, key: str, needed: int) -> np.ndarray:
+def _coordinate(family: Family, path: Path, handle: h5py.File, key: str, needed: int) -> np.ndarray:
     """First `needed` entries of a 1-D coordinate, float64, increasing and evenly spaced."""
-    if key not in handle:
-        raise DataError(f"{path}: key {key!r} is missing -> expected a PDEBench file; keys found: {', '.join(handle)}")
-    dataset = handle[key]
-    if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1 or dataset.shape[0] < needed:
-        found = getattr(dataset, "shape", "a group")
-        raise DataError(f"{path}: {key}: shape {found}, expected at least ({needed},) -> {UPDATE_HINT}")
+    dataset = _dataset(family, path, handle, key)
+    if dataset.ndim != 1 or dataset.shape[0] < needed:
+        raise DataError(f"{path}: {key}: shape {dataset.shape}, expected at least ({needed},) -> {UPDATE_HINT}")
+    if dataset.dtype.kind not in "fiu":
+        raise DataError(f"{path}: {key}: dtype {dataset.dtype}, expected numbers -> {UPDATE_HINT}")
     values = dataset[:needed].astype(np.float64)
     if not np.isfinite(values).all():
         raise DataError(f"{path}: {key}: holds NaN or infinity -> {UPDATE_HINT}")
@@ -123,11 +173,8 @@ def single_array_header(family: Family, path: Path, handle: h5py.File) -> Header
     """Check one single-array file: keys, axes, dtypes, shapes, coordinates, parameters."""
     shapes = {}
     for key in dict.fromkeys(family.input_keys + family.output_keys):
-        if not isinstance(handle.get(key), h5py.Dataset):
-            raise DataError(
-                f"{path}: key {key!r} is missing -> is this a {family.name} file? keys found: {', '.join(handle)}"
-            )
-        shape, dtype = handle[key].shape, handle[key].dtype
+        dataset = _dataset(family, path, handle, key)
+        shape, dtype = dataset.shape, dataset.dtype
         axes = "sample", *(() if key in family.static_keys else ("time",)), *AXES[: family.num_dims]
         if len(shape) != len(axes):
             raise DataError(f"{path}: {key}: shape {shape}, expected axes [{', '.join(axes)}] -> wrong family?")
@@ -145,7 +192,7 @@ def single_array_header(family: Family, path: Path, handle: h5py.File) -> Header
 
     coordinates = []
     for axis, points, (low, high) in zip(AXES, grid, family.domain, strict=False):
-        values = _coordinate(path, handle, f"{axis}-coordinate", points)
+        values = _coordinate(family, path, handle, f"{axis}-coordinate", points)
         step = (values[-1] - values[0]) / max(points - 1, 1)
         # Points are cell centres, possibly strided: they stay inside and miss the domain's length by a cell at most.
         inside = values[0] >= low - 1e-4 and values[-1] <= high + 1e-4
@@ -159,7 +206,7 @@ def single_array_header(family: Family, path: Path, handle: h5py.File) -> Header
     num_times = handle[family.output_keys[0]].shape[1]
     times = np.zeros(1)
     if family.time_dependent:
-        times = _coordinate(path, handle, "t-coordinate", num_times)  # the file has one entry more: not a frame
+        times = _coordinate(family, path, handle, "t-coordinate", num_times)  # the file has one entry more: not a frame
         if not np.allclose(times[[0, -1]], family.time_range, atol=1e-3 * family.time_range[1]):
             raise DataError(
                 f"{path}: t-coordinate runs from {times[0]:g} to {times[-1]:g} over {num_times} frames, {family.name}"

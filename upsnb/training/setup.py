@@ -44,7 +44,7 @@ def open_datasets(config: RunConfig, root: Path, ranks: Ranks, log: Callable[[st
     if ranks.rank == 0:
         generate_missing(config, root, log)
     parallel.barrier(ranks)
-    return open_all(config, root)
+    return open_all(config, root, log if ranks.rank == 0 else lambda message: None)
 
 
 @dataclass
