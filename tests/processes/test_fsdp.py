@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.runs import runfolder
 from upsnb.training import optimizers, parallel
+from upsnb.training.muon import Muon
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
@@ -166,12 +169,66 @@ def overflow(config: RunConfig, ranks: Ranks) -> dict:
     return {"unchanged": unchanged, "scales": scales, "next_changes": not same(weights_of(setup), before)}
 
 
+SHAPES = [(96, 96), (192, 96), (96, 192), (96, 96), (7, 3), (1, 5)]  # the last ones leave ranks without rows
+
+
+def muon_apart(ranks: Ranks) -> float:
+    """Three steps of Muon on sharded matrices: how far they end from those of whole ones, over the way they went."""
+    draws = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=draws) for shape in SHAPES]
+    gradients = [[torch.randn(shape, generator=draws) for shape in SHAPES] for _ in range(3)]
+    mesh, ended = init_device_mesh("cpu", (ranks.world_size,)), []
+    for share in (lambda x: x.clone(), lambda x: distribute_tensor(x, mesh, [Shard(0)])):
+        weights = [torch.nn.Parameter(share(weight)) for weight in start]
+        optimizer = Muon(weights, lr=0.02, weight_decay=0.1, momentum=0.9)
+        for number, step in enumerate(gradients):
+            for weight, gradient in zip(weights, step):
+                weight.grad = share(gradient)
+            weights[number].grad = None
+            optimizer.step()
+        ended.append(parallel.gather_full({str(number): w.detach() for number, w in enumerate(weights)}))
+    return distance(*ended, {str(number): weight for number, weight in enumerate(start)})
+
+
+def collectives(config: RunConfig, ranks: Ranks) -> dict[str, int]:
+    """Messages of one step at reference width: of its optimizers, and all but those that gather parts."""
+    wide = {"latent.dim": 384, "operator.pdet.hidden_dim": 384, "operator.pdet.num_heads": 6, "training.accum_steps": 1}
+    config = overlays.apply(config, {**wide, "operator.pdet.depth": 3, "training.use_fsdp2": True})
+    setup = Setup.build(config, Path(), ranks, lambda message: None)
+    batches, counts = setup.loader.epoch(0), {}
+    update = setup._update
+
+    def counted(*arguments):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as inside:
+            norm = update(*arguments)
+        counts["optimizers"] = messages(inside)
+        return norm
+
+    setup.step([next(batches)], 0, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as whole:
+        setup.step([next(batches)], 1, 1)
+    setup._update = counted
+    setup.step([next(batches)], 2, 2)
+    gathering = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+    return {
+        **counts,
+        "beside gathering": messages(whole, gathering),
+        "gathering": messages(whole) - messages(whole, gathering),
+    }
+
+
+def messages(profile, without: tuple[str, ...] = ()) -> int:
+    found = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+    return sum(count for name, count in found.items() if name not in without)
+
+
 def script(config_file: Path, results: Path) -> None:
     config = configs.load(config_file)
     ranks = parallel.initialise(config)
     cases = CASES if ranks.world_size < 4 else ON_FOUR_RANKS
     found = {case: compare(case, config, ranks) for case in cases}
     found["overflow"] = overflow(config, ranks)
+    found["muon apart"], found["collectives"] = muon_apart(ranks), collectives(config, ranks)
     if ranks.rank == 0:
         results.write_text(json.dumps(found))
     parallel.barrier(ranks)
@@ -240,7 +297,7 @@ def test_each_rank_holds_its_share_of_weights_and_moments(found, num_ranks):
 @pytest.mark.slow
 @several
 def test_a_sharded_state_is_taken_up_as_it_was(found, num_ranks):
-    assert all(result["restored"] for name, result in found(num_ranks).items() if name != "overflow")
+    assert all(result["restored"] for name, result in found(num_ranks).items() if name in CASES)
 
 
 def alone(config: RunConfig, folder: Path, train_here) -> list[dict]:
@@ -290,6 +347,20 @@ def test_compiled_blocks_compute_the_same_sharded(tiny_config, train_here, tmp_p
 def test_an_overflow_in_one_shard_stops_the_step_of_all_ranks(found, num_ranks):
     result = found(num_ranks)["overflow"]
     assert result == {"unchanged": True, "scales": [0.5] * num_ranks, "next_changes": True}
+
+
+@pytest.mark.slow
+@several
+def test_muon_steps_shards_as_it_steps_whole_matrices(found, num_ranks):
+    assert found(num_ranks)["muon apart"] < 1e-2  # products of other batches round otherwise
+
+
+@pytest.mark.slow
+@several
+def test_a_step_of_muon_sends_few_messages_whatever_the_number_of_matrices(found, num_ranks):
+    counts = found(num_ranks)["collectives"]
+    assert counts["gathering"] >= 6 and counts["optimizers"] >= 2  # something was counted
+    assert counts["optimizers"] <= 6 and counts["beside gathering"] <= 6
 
 
 if __name__ == "__main__":

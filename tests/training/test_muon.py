@@ -47,7 +47,7 @@ def test_a_batch_is_cut_where_it_would_cost_too_much_memory(elements, monkeypatc
     give_gradients(whole, cut, seed=3)
     Muon(whole, **SETTINGS).step()
     sizes, chain = [], muon.orthogonal
-    monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", {"cpu": elements})
     monkeypatch.setattr(muon, "orthogonal", lambda x, *rest: sizes.append(len(x)) or chain(x, *rest))
     Muon(cut, **SETTINGS).step()
     assert max(sizes) == (1 if elements == 1 else 2) and sum(sizes) == len(SHAPES)

@@ -1,19 +1,26 @@
-"""Muon, with one chain of matrix products for all matrices of a shape instead of one for each."""
+"""Muon: one chain of matrix products for all matrices of a shape, and two messages a step where weights are sharded."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from collections.abc import Iterator
 
-BATCH_ELEMENTS = 2**22  # of one chain: larger products keep a machine busy by themselves, and batches cost memory
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from upsnb.training.offload import local
+
+# Of one chain: larger products keep a machine busy by themselves, and batches cost memory.
+BATCH_ELEMENTS = {"cpu": 2**22, "cuda": 2**25}
 
 
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon`: the same state and the same updates, batched over the repeated blocks of a transformer.
 
     Hundreds of products of small matrices, one after the other, keep no machine busy (docs/LOG.md has what batching
-    saves). Sharded weights are stepped as torch does.
+    saves). Of sharded weights torch gathers every matrix on every rank, product by product; here each matrix has an
+    owner, which is sent the shards, orthogonalises and sends the shards of the result back.
     """
 
     def __init__(self, weights: list[Tensor], **settings):
@@ -22,37 +29,101 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every weight that has a gradient."""
+        """Update every weight that has a gradient; all ranks that share weights enter."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
-            if any(isinstance(weight, DTensor) for weight in weights):
-                super().step()
-                return
-            self._step_group(group, weights)
+            if weights:
+                self._step_group(group, weights)
 
     def _step_group(self, group: dict, weights: list[Tensor]) -> None:
-        if not weights:
-            return
-        gradients = [weight.grad for weight in weights]
-        for weight, gradient in zip(weights, gradients):
+        for weight in weights:
             if not self.state[weight]:
-                self.state[weight]["momentum_buffer"] = torch.zeros_like(gradient)
-        moments = [self.state[weight]["momentum_buffer"] for weight in weights]
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight.grad)
+        gradients = [local(weight.grad) for weight in weights]
+        moments = [local(self.state[weight]["momentum_buffer"]) for weight in weights]
         torch._foreach_lerp_(moments, gradients, 1 - group["momentum"])
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        own = [local(weight) for weight in weights]
+        torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+
+        def updates(numbers: list[int]) -> list[Tensor]:
+            chosen = [moments[number] for number in numbers]
+            if group["nesterov"]:
+                chosen = torch._foreach_lerp([gradients[n] for n in numbers], chosen, group["momentum"])
+            return chosen
+
+        found = self._ways_of_shards if _is_sharded(weights[0]) else self._ways
+        for numbers, ways in found(group, weights, updates):
+            torch._foreach_mul_(ways, [-0.2 * max(weights[n].shape) ** 0.5 * group["lr"] for n in numbers])
+            torch._foreach_add_([own[number] for number in numbers], ways)
+
+    def _ways(self, group: dict, weights: list[Tensor], updates) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Orthogonalised updates in float32, some of one shape at a time, and the numbers of their weights."""
         alike: dict[tuple, list[int]] = {}
         for number, weight in enumerate(weights):
             alike.setdefault((*sorted(weight.shape), weight.device), []).append(number)
-        for (shorter, longer, _), those in alike.items():
-            rate, count = 0.2 * longer**0.5 * group["lr"], max(1, BATCH_ELEMENTS // (shorter * longer))
+        for (shorter, longer, device), those in alike.items():
+            count = max(1, BATCH_ELEMENTS[device.type] // (shorter * longer))
             for numbers in (those[start : start + count] for start in range(0, len(those), count)):
-                updates = [moments[number] for number in numbers]
-                if group["nesterov"]:
-                    updates = torch._foreach_lerp([gradients[n] for n in numbers], updates, group["momentum"])
-                wide = torch.stack([wide_view(update).bfloat16() for update in updates])
-                directions = orthogonal(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                for number, direction in zip(numbers, directions):
-                    wide_view(weights[number]).add_(direction, alpha=-rate)
+                wide = torch.stack([wide_view(update) for update in updates(numbers)]).bfloat16()
+                directions = orthogonal(wide, group["ns_coefficients"], group["ns_steps"], group["eps"]).float()
+                yield numbers, [d if weights[n].shape[0] == shorter else d.mT for n, d in zip(numbers, directions)]
+
+    def _ways_of_shards(self, group: dict, weights: list[DTensor], updates) -> Iterator:
+        """The same of this rank's rows.
+
+        Two messages to each other rank, whatever the number of weights: rows of what it owns, and back.
+        """
+        mesh = weights[0].device_mesh
+        rank, ranks, process_group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        owned = owners([tuple(weight.shape) for weight in weights], ranks)
+        order = [number for numbers in owned for number in numbers]
+        rows = [rows_of_ranks(weight.shape[0], ranks) for weight in weights]
+        widths = [weight.shape[1] for weight in weights]
+
+        def shares(flat: Tensor, numbers: list[int], of: int) -> list[Tensor]:
+            """Rows that rank `of` has of some matrices, out of one row of numbers."""
+            parts = flat.split([rows[n][of] * widths[n] for n in numbers])
+            return [part.view(-1, widths[n]) for n, part in zip(numbers, parts)]
+
+        to_owner = [sum(rows[n][rank] * widths[n] for n in numbers) for numbers in owned]
+        from_rank = [sum(rows[n][other] * widths[n] for n in owned[rank]) for other in range(ranks)]
+        sent = torch.cat([update.flatten() for update in updates(order)]).bfloat16()
+        received = sent.new_empty(sum(from_rank))
+        dist.all_to_all_single(received, sent, from_rank, to_owner, group=process_group)
+        if owned[rank]:
+            parts = [shares(part, owned[rank], other) for other, part in enumerate(received.split(from_rank))]
+            whole = [torch.cat(those) for those in zip(*parts)]
+            for numbers, ways in self._ways(group, whole, lambda numbers: [whole[n] for n in numbers]):
+                for number, way in zip(numbers, ways):
+                    whole[number].copy_(way)
+            cut = [matrix.split(rows[n]) for n, matrix in zip(owned[rank], whole)]
+            received = torch.cat([those[other].flatten() for other in range(ranks) for those in cut])
+        dist.all_to_all_single(sent, received, to_owner, from_rank, group=process_group)
+        yield order, shares(sent.float(), order, rank)
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
+        return False
+    assert weight.placements == (Shard(0),), f"Muon takes weights that FSDP2 shards by rows, not {weight.placements}"
+    return True
+
+
+def owners(shapes: list[tuple[int, int]], ranks: int) -> list[list[int]]:
+    """Which matrices each rank orthogonalises, by number: the costliest first, each to who has least to do."""
+    costs = [min(shape) ** 2 * max(shape) for shape in shapes]
+    owned, loads = [[] for _ in range(ranks)], [0] * ranks
+    for number in sorted(range(len(shapes)), key=lambda number: -costs[number]):
+        least = loads.index(min(loads))
+        owned[least].append(number)
+        loads[least] += costs[number]
+    return owned
+
+
+def rows_of_ranks(rows: int, ranks: int) -> list[int]:
+    """How many rows of a matrix each rank has: chunks of one size as far as they go, as FSDP2 cuts them."""
+    chunk = -(-rows // ranks)
+    return [min(chunk, max(0, rows - rank * chunk)) for rank in range(ranks)]
 
 
 def wide_view(matrix: Tensor) -> Tensor:
