@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
+from upsnb.memory.predict import Rehearsal
 from upsnb.training import optimizers
 from upsnb.training.offload import OffloadedAdamW
 
@@ -160,3 +161,10 @@ def test_without_a_gpu_it_is_refused_with_the_reason():
     config = RunConfig.model_validate({"training": {"cpu_offload_optimizer": True, "device": "cpu"}})
     (problem,) = hardware.problems(config, hardware.detect())
     assert problem.setting == "training.cpu_offload_optimizer" and "host memory" in problem.found
+
+
+def test_memory_of_offloaded_steps_can_be_measured(tiny_config, without_gpu, tmp_path):
+    rehearsal = Rehearsal(tiny_config(**OFF, **ON), tmp_path, torch.device("cpu"))
+    assert isinstance(rehearsal.setup.optimizers[-1], OffloadedAdamW)
+    account = rehearsal.account(2)
+    assert {what for _, what in account.marks} == {"forward pass", "backward pass", "optimizer step"}

@@ -41,6 +41,7 @@ class Meter:
     def __enter__(self) -> Meter:
         gc.collect()  # a model of an earlier measurement, freed during this one, would count as negative
         if self.device.type == "cuda":
+            warm_up(self.device)
             torch.cuda.synchronize(self.device)
             self._base = torch.cuda.memory_allocated(self.device)
             torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
@@ -71,6 +72,16 @@ class Meter:
             self._step.__exit__(*failure)
             self._profile.__exit__(*failure)
             self.peak_bytes = _peak_of_profile(self._profile.profiler.kineto_results.events())
+
+
+def warm_up(device: torch.device) -> None:
+    """Multiply matrices forward and backward, so that workspaces are there: cuBLAS takes 8 to 32 MiB a handle.
+
+    Each dtype has kernels of its own, and the thread of the backward pass a handle of its own.
+    """
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.ones(2, 64, 64, device=device, dtype=dtype, requires_grad=True)
+        torch.baddbmm(x, x, x).add(torch.nn.functional.linear(x, x[0], x[0, 0])).sum().backward()
 
 
 def _peak_of_profile(events) -> int:

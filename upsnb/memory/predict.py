@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from upsnb import hardware, overlays
+from upsnb import hardware, overlays, spans
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, residency
 from upsnb.data.datasets import outlines
@@ -28,7 +28,8 @@ from upsnb.training.setup import Setup, build_optimizers
 
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 CUDA_GRANULARITY = 512  # bytes; CUDA's allocator rounds every request up to it
-SDPA_KERNELS = ("flash", "efficient", "flex")  # keep no scores, as the fused kernel that stands in for them here
+FUSED_KERNELS = ("flash", "efficient", "flex")  # keep no scores, as the one that torch chooses in their stead
+MARKS = {spans.FORWARD: "forward pass", spans.BACKWARD: BACKWARD, spans.OPTIMIZER: OPTIMIZER}  # in the ledger
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,12 @@ class Rehearsal:
             sizes = (outline.num_bytes for outline in self.outlines.values())
             self.resident = [torch.empty(size // 4, device=device) for size in sizes]
         self._ledger: Ledger | None = None  # of the steps being taken
-        self.setup.loss.register_forward_pre_hook(lambda *_: self._mark("forward pass"))
-        self.setup.loss.register_forward_hook(lambda *_: self._mark(BACKWARD))
-        for optimizer in self.setup.optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._mark(OPTIMIZER))
         self.setup.step([self._batch(name, 1) for name in self.outlines], ESTABLISHED, 0)
 
-    def _mark(self, what: str) -> None:
-        if self._ledger is not None:
-            self._ledger.mark(what)
+    def switch(self, name: str) -> None:
+        """Take part in the step's spans, as a `spans.Recorder`."""
+        if name in MARKS:
+            self._ledger.mark(MARKS[name])
 
     def _batch(self, name: str, size: int) -> Batch:
         spec, calls = self.outlines[name].spec, 2 if self.config.training.lambda_rollout > 0 else 1
@@ -142,9 +140,13 @@ class Rehearsal:
             for name, average in zip(setup.ema.names, setup.ema.average, strict=True):
                 ledger.adopt([average], "average", _owner(name))
         ledger.adopt(self.resident, "data", "resident datasets")
-        with ledger:
-            self.steps(batch_size)
-        self._ledger = None
+        spans.record(self)
+        try:
+            with ledger:
+                self.steps(batch_size)
+        finally:
+            spans.record(None)
+            self._ledger = None
         return ledger.account()
 
 
@@ -176,7 +178,7 @@ class Predictor:
         self._build_s = time.perf_counter() - started
 
     def _has_stand_in(self) -> bool:
-        return self.config.operator.pdet.attention in SDPA_KERNELS and self.device.type == "cpu"
+        return self.config.operator.pdet.attention in FUSED_KERNELS  # on CUDA too: FlexAttention compiles for real
 
     def at(self, batch_size: int | None = None) -> Footprint:
         """The footprint at a batch size; the config's own if none is given."""
@@ -226,7 +228,7 @@ class Predictor:
         training, notes = self.config.training, []
         if self._has_stand_in():
             kernel = self.config.operator.pdet.attention
-            notes.append(f"{kernel} attention predicted as the CPU's fused kernel, which keeps no scores either")
+            notes.append(f"{kernel} attention predicted as the fused kernel of sdpa, which keeps no scores either")
         if training.compile:
             notes.append("compiled code predicted as eager: fusion keeps less, how much less is not predicted")
         if training.cpu_offload_optimizer:
