@@ -276,3 +276,14 @@ def test_validation_on_a_share_measures_only_it_and_the_report_all(tiny_config, 
         event["val_nrmse"][name] != result.get("rollout_nrmse_mean", result["nrmse_mean"])
         for name, result in reported.items()
     )
+
+
+def test_evaluation_has_no_tensorfloat32_and_training_has_it_back(setup):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with evaluation.evaluation_model(setup):
+            assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)

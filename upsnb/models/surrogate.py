@@ -238,7 +238,7 @@ def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> Surrogate:
     """
     made = builder(config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.training.seed)
+        torch.default_generator.manual_seed(config.training.seed)  # torch.manual_seed would reseed CUDA's as well
         model = made(config, specs)
     set_checkpointing(model.blocks(), config.operator.pdet)
     return model

@@ -1,6 +1,6 @@
 """How good the model is: PDEBench's metrics over a whole split, one call and rollout, beside a baseline.
 
-Always in float32: a metric must not depend on how fast the training step was made.
+Always in float32, without TensorFloat-32: a metric must not depend on how fast the training step was made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from upsnb.config import EvaluationConfig
 from upsnb.data.datasets import Dataset
 from upsnb.data.symmetries import GROUPS
 from upsnb.models.surrogate import Surrogate
-from upsnb.training import metrics, parallel, stages
+from upsnb.training import metrics, parallel, precision, stages
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
@@ -35,12 +35,13 @@ def evaluation_model(setup: Setup) -> Iterator[Surrogate]:
     if setup.ema is not None:
         setup.ema.swap()
     try:
-        if not setup.config.training.use_fsdp2:
-            yield setup.model
-            return
-        model = stages.build(setup.config, setup.datasets, setup.stage).model.to(setup.ranks.device)
-        model.load_state_dict(parallel.gather_full(setup.model.state_dict()))
-        yield model.eval()
+        model = setup.model
+        if setup.config.training.use_fsdp2:
+            model = stages.build(setup.config, setup.datasets, setup.stage).model.to(setup.ranks.device)
+            model.load_state_dict(parallel.gather_full(setup.model.state_dict()))
+            model.eval()
+        with precision.highest():
+            yield model
     finally:
         if setup.ema is not None:
             setup.ema.swap()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from upsnb.config import RunConfig
@@ -17,6 +20,19 @@ def amp_dtype(config: RunConfig) -> torch.dtype | None:
 def build_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
     """Loss scaling for float16; does nothing for other dtypes."""
     return torch.amp.GradScaler(device.type, enabled=amp_dtype(config) == torch.float16)
+
+
+@contextlib.contextmanager
+def highest() -> Iterator[None]:
+    """Within it float32 is float32: no TensorFloat-32 in matrix products, nor in cuDNN's convolutions."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 class Tf32:
