@@ -11,6 +11,8 @@ import torch
 from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError, Problem
 
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # there while one is loaded
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -22,6 +24,7 @@ class Hardware:
     device_memory_gib: float  # of one device; of the host on a CPU
     num_cores: int
     compute_capability: tuple[int, int] | None = None  # of a CUDA device
+    unusable: str = ""  # why the GPU that is there cannot be used
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -34,7 +37,7 @@ def detect() -> Hardware:
         properties = torch.cuda.get_device_properties(0)
         memory, capability = properties.total_memory / 2**30, (properties.major, properties.minor)
         return Hardware("cuda", torch.cuda.device_count(), properties.name, memory, cores, capability)
-    return Hardware("cpu", 1, _processor_name(), _host_memory_gib(), cores)
+    return Hardware("cpu", 1, _processor_name(), _host_memory_gib(), cores, unusable=_why_no_cuda())
 
 
 def versions() -> dict[str, str]:
@@ -66,7 +69,10 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
         if holds:
             found.append(Problem(path, why, remedy))
 
-    if device == "cuda" and hardware.device != "cuda":
+    if training.device != "cpu" and hardware.unusable:
+        remedy = "install a driver that fits, or the torch of an older CUDA, or set it to cpu"
+        cannot(True, "training.device", f"the GPU here cannot be used: {hardware.unusable}", remedy)
+    elif device == "cuda" and hardware.device != "cuda":
         cannot(True, "training.device", "cuda was asked for and there is no CUDA device", "set it to cpu or auto")
     else:
         there = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
@@ -101,8 +107,18 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
         "TensorFloat-32 is a format of CUDA's tensor cores and this run is on the CPU",
         "set it to false",
     )
+    capability = hardware.compute_capability or (8, 0)  # unknown: as if it had what training wants
+    old = f"{hardware.device_name} has compute capability {'.'.join(map(str, capability))}"
+    is_old = device == "cuda" and capability < (8, 0)
+    cannot(is_old and training.tf32, "training.tf32", f"TensorFloat-32 needs 8.0 and {old}", "set it to false")
+    cannot(
+        is_old and training.amp and training.amp_dtype == "bfloat16",
+        "training.amp_dtype",
+        f"bfloat16 is computed by tensor cores from 8.0 on, far slower than float32 before, and {old}",
+        "set it to float16",
+    )
     backend, flash = config.operator.pdet.attention, config.operator.pdet.attention == "flash" and device == "cuda"
-    is_half, capability = training.amp and training.amp_dtype != "float32", hardware.compute_capability
+    is_half = training.amp and training.amp_dtype != "float32"
     cannot(
         device == "cpu" and backend == "flex",
         "operator.pdet.attention",
@@ -122,10 +138,9 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
         "set training.amp to true with one of them, or choose efficient",
     )
     cannot(
-        flash and is_half and capability is not None and capability < (8, 0),
+        flash and is_half and is_old,
         "operator.pdet.attention",
-        f"flash attention needs compute capability 8.0 and {hardware.device_name} has "
-        f"{'.'.join(map(str, capability or ()))}",
+        f"flash attention needs 8.0 and {old}",
         "choose efficient",
     )
     return found + _not_yet(config)
@@ -142,6 +157,18 @@ def _not_yet(config: RunConfig) -> list[Problem]:
         for path in _NOT_YET
         if setting(config, path) != setting(default, path)
     ]
+
+
+def _why_no_cuda() -> str:
+    """Why torch, built for CUDA, cannot use the GPU whose driver is loaded; empty where none is or it is hidden."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None or hidden or not os.path.exists(NVIDIA_DRIVER):
+        return ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def _processor_name() -> str:

@@ -70,7 +70,7 @@ def test_an_operator_changes_all_its_blocks_and_no_name(make_spec, make_model):
         ("flash", A100, {}, "computes in float32"),
         ("flash", A100, {"amp": True, "amp_dtype": "float32"}, "computes in float32"),
         ("flash", A100, {"amp": True, "amp_dtype": "bfloat16"}, None),
-        ("flash", T4, {"amp": True, "amp_dtype": "float16"}, "compute capability 8.0 and T4 has 7.5"),
+        ("flash", T4, {"amp": True, "amp_dtype": "float16"}, "needs 8.0 and T4 has compute capability 7.5"),
         ("efficient", T4, {}, None),
         ("flex", A100, {}, None),
     ],

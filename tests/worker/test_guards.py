@@ -188,7 +188,15 @@ def test_sizes_fall_by_the_largest_divisor():
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("[enforce fail] data. DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            True,
+        ),  # AcceleratorError
+        (RuntimeError("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"), True),
         (RuntimeError("shapes do not match"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
     ],
 )
 def test_errors_that_mean_missing_memory_are_known(error, expected):

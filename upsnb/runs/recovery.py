@@ -6,6 +6,7 @@ Loads no torch, so that the supervisor can decide on a relaunch without it.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from upsnb.errors import ConfigError
 from upsnb.runs import runfolder
 
 OUT_OF_MEMORY = {"OutOfMemoryError", "OutOfMemory", "MemoryError"}  # torch's for CUDA, ours, Python's
-CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # torch raises a plain RuntimeError on the CPU
+OUT_OF_MEMORY_TEXTS = re.compile(  # in plain RuntimeErrors and others: the CPU's allocator, cuBLAS, cuDNN, CUDA, NCCL
+    r"DefaultCPUAllocator: can't allocate memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|CUDA (error: )?out of memory"
+    r"|Cuda failure.*out of memory"
+)
 MESSAGE_LENGTH = 300
 COMPILE_ERRORS = {  # from torch._dynamo.exc and torch._inductor.exc, in any torch since 2.11
     "TorchDynamoException",  # BackendCompilerFailed, InductorError, TorchRuntimeError, Unsupported and kin
@@ -40,7 +44,8 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory of the device or of the host ran out, however deep in the chain of causes."""
     return any(
-        OUT_OF_MEMORY & {kind.__name__ for kind in type(e).__mro__} or CPU_ALLOCATOR in str(e) for e in chain(error)
+        OUT_OF_MEMORY & {kind.__name__ for kind in type(e).__mro__} or OUT_OF_MEMORY_TEXTS.search(str(e))
+        for e in chain(error)
     )
 
 

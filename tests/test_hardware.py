@@ -1,0 +1,55 @@
+"""What a machine cannot do is said before anything starts."""
+
+import os
+
+import pytest
+import torch
+
+from upsnb import hardware, overlays
+from upsnb.errors import ConfigError
+from upsnb.hardware import Hardware
+
+T4 = Hardware("cuda", 1, "T4", 15.0, 2, (7, 5))
+A100 = Hardware("cuda", 1, "A100", 40.0, 12, (8, 0))
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+@pytest.fixture
+def old_driver(monkeypatch):
+    """A wheel for CUDA beside a driver that is too old for it."""
+
+    def refuse():
+        raise RuntimeError(TOO_OLD)
+
+    exists = os.path.exists
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == hardware.NVIDIA_DRIVER or exists(path))
+
+
+def test_a_driver_too_old_is_refused_and_nothing_trains_on_the_cpu_unasked(old_driver):
+    machine = hardware.detect()
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match="too old.*11040.* -> install a driver that fits"):
+            hardware.check_runnable(overlays.resolve({"device": device}), machine)
+    assert hardware.problems(overlays.resolve({"device": "cpu"}), machine) == []
+
+
+def test_a_gpu_that_is_hidden_on_purpose_is_none(old_driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.detect().unusable == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "remedy"),
+    [
+        ({"tf32": True}, "training.tf32", "set it to false"),
+        ({"amp": True, "amp_dtype": "bfloat16"}, "training.amp_dtype", "set it to float16"),
+    ],
+)
+def test_formats_that_an_old_gpu_has_no_tensor_cores_for_are_refused(settings, path, remedy):
+    (problem,) = hardware.problems(overlays.resolve(settings), T4)
+    assert problem.setting == path and "T4 has compute capability 7.5" in problem.found and problem.remedy == remedy
+    assert hardware.problems(overlays.resolve(settings), A100) == []
