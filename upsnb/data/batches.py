@@ -6,8 +6,8 @@ microbatches and take their own slice. A pair is one (input frames, output frame
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,6 +40,15 @@ class Batch:
     targets: Tensor  # (B, calls * T_out, C_out, *grid) float32
     parameters: Tensor  # (B, P) float32
     seed: int
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with every tensor changed."""
+        fields = {key: change(getattr(self, key)) for key in ("inputs", "targets", "parameters")}
+        return replace(self, **fields)
+
+    def pin_memory(self) -> Batch:
+        """In page-locked memory, from which copies to a device need not be waited for; the DataLoader calls it."""
+        return self.map(Tensor.pin_memory)
 
 
 class Schedule:
@@ -191,6 +200,7 @@ class Loader:
             self.reader = before.reader
         elif resident:
             self.reader = ResidentPairs(datasets, self.calls, self.device)
+        self._pins = config.training.pin_memory and self.device.type == "cuda"
         self._coming: list[Microbatch] = []  # what the loader processes are to read next
         self._workers = None if resident else self._start_workers()
 
@@ -207,11 +217,8 @@ class Loader:
     def peek(self) -> list[Batch]:
         """One microbatch of each dataset, read here and now; an epoch that is under way does not notice."""
         reader = self.reader or PairReader(self.datasets, self.calls)
-        batches = [reader[microbatch] for microbatch in self.schedule.epoch(0)[: len(self.datasets)]]
-        for batch in batches:
-            for key in ("inputs", "targets", "parameters"):
-                setattr(batch, key, getattr(batch, key).to(self.device).contiguous())
-        return batches
+        first = self.schedule.epoch(0)[: len(self.datasets)]
+        return [reader[microbatch].map(lambda x: x.to(self.device).contiguous()) for microbatch in first]
 
     def _start_workers(self) -> DataLoader:
         training = self.config.training
@@ -222,6 +229,7 @@ class Loader:
             sampler=self._coming,
             batch_size=None,
             num_workers=num_workers,
+            pin_memory=self._pins,
             prefetch_factor=training.prefetch_factor if num_workers else None,
             # a forked copy of a process with CUDA or OpenMP threads may hang; forkserver starts clean
             multiprocessing_context="forkserver" if num_workers else None,
@@ -235,10 +243,26 @@ class Loader:
                 yield self.reader[microbatch]
             return
         self._coming[:] = microbatches
-        pin = self.config.training.pin_memory and self.device.type == "cuda"
-        for batch in self._workers:
-            for key in ("inputs", "targets", "parameters"):
-                value = getattr(batch, key)
-                with span(COPY):
-                    setattr(batch, key, (value.pin_memory() if pin else value).to(self.device, non_blocking=pin))
-            yield batch
+        yield from self._workers if self.device.type != "cuda" else self._copied(self._workers)
+
+    def _copied(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches on the GPU; while one is computed with, the next one is copied, in a stream of its own."""
+        stream, before = torch.cuda.Stream(self.device), None
+        for batch in batches:
+            with span(COPY), torch.cuda.stream(stream):
+                copied = batch.map(lambda x: x.to(self.device, non_blocking=self._pins))
+                done = stream.record_event()
+            if before is not None:
+                yield _arrived(*before)
+            before = copied, done
+        if before is not None:
+            yield _arrived(*before)
+
+
+def _arrived(batch: Batch, done: torch.cuda.Event) -> Batch:
+    """A batch that the stream of the step may use, because it waits for its copy; memory is kept until that is done."""
+    current = torch.cuda.current_stream(batch.inputs.device)
+    current.wait_event(done)
+    for x in (batch.inputs, batch.targets, batch.parameters):
+        x.record_stream(current)
+    return batch

@@ -13,9 +13,9 @@ from torch import Tensor
 def shift_and_sign(fields: tuple[Tensor, ...], draws: np.ndarray) -> tuple[Tensor, ...]:
     """Roll each sample along its last axis and perhaps change its sign: linear equations with constant coefficients."""
     size, device = fields[0].shape[-1], fields[0].device
-    shift = (draws[:, 0] * size).astype(np.int64)
+    shift = torch.from_numpy((draws[:, 0] * size).astype(np.int64)).to(device, non_blocking=True)
     sign = torch.from_numpy(np.where(draws[:, 1] < 0.5, -1.0, 1.0)).float().to(device, non_blocking=True)
-    index = (torch.arange(size) - torch.from_numpy(shift)[:, None]).remainder(size).to(device, non_blocking=True)
+    index = (torch.arange(size, device=device) - shift[:, None]).remainder(size)
     images = []
     for x in fields:
         lead = (len(x),) + (1,) * (x.dim() - 2)
