@@ -28,6 +28,17 @@ CONFLICTS = (  # settings that exclude each other: names, when, what to say
         lambda config: config.optimizer.fused and config.optimizer.foreach,
         Problem("optimizer.foreach", "AdamW is either fused or foreach", "switch one of them off"),
     ),
+    (
+        ("fsdp2", "compile in CUDA graphs"),
+        lambda config: (
+            config.training.use_fsdp2 and config.training.compile and config.training.compile_mode != "default"
+        ),
+        Problem(
+            "training.compile_mode",
+            "FSDP2 gathers weights to other addresses each time, so CUDA graphs would be recorded again for ever",
+            "set it to default, or training.use_fsdp2 to false",
+        ),
+    ),
 )
 TAKEN = frozenset(  # names that torch's containers of modules use themselves, so that no dataset can have them
     "T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double "

@@ -1,18 +1,22 @@
 """Compiled parts: how many graphs there are, when one is made anew, and what is kept on disk."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from upsnb import overlays
+from upsnb.models.transformer import Block
 from upsnb.runs import runfolder
 from upsnb.runs.supervisor import Supervisor
 from upsnb.training import compiling
-from upsnb.training.compiling import CompileCounter
+from upsnb.training.compiling import CompileCounter, keep_graphs
+from upsnb.training.timing import StepClock
 
 KINDS = 3  # block, encoder, decoder
 DATASETS = 2
@@ -116,6 +120,54 @@ def test_a_graph_break_is_counted(setup):
     counter = CompileCounter()
     turn(setup)
     assert counter.read().graph_breaks > 0
+
+
+def test_cuda_graphs_that_are_skipped_or_recorded_again_are_counted_and_their_steps_not_steady(monkeypatch):
+    manager = SimpleNamespace(num_rerecord={"root": {}})
+    trees = SimpleNamespace(get_manager=lambda device, create_if_none_exists: manager)
+    with monkeypatch.context() as patched:  # undone before torch is reset
+        patched.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "current_device", lambda: 0)
+        counter, clock = CompileCounter(), StepClock(torch.device("cpu"))
+        for step in range(20):
+            steady = clock.is_steady(step, counter.read())
+            clock.interrupted = False
+        assert steady
+        manager.num_rerecord["root"]["forward"] = 2
+        torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] += 3
+        found = counter.read()
+        assert (found.cuda_graphs_again, found.cuda_graphs_skipped, found.graphs) == (2, 3, 0) and found
+        assert not clock.is_steady(20, found) and not counter.read()
+
+
+class Twice(torch.nn.Module):
+    """A block that is called as a model calls it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, modulation):
+        return self.block(self.block(x, modulation, None), modulation, None)
+
+
+def test_at_reference_width_ddp_leaves_a_block_one_graph():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    graphs, found = [], {}
+    try:
+        block = Block(384, 6, 4.0, True, 0.0, "sdpa")
+        block.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward, dynamic=False)
+        model = torch.nn.parallel.DistributedDataParallel(Twice(block), bucket_cap_mb=4)
+        for keep in (contextlib.nullcontext, keep_graphs):
+            torch._dynamo.reset()
+            graphs.clear()
+            with keep():
+                model(torch.randn(2, 16, 384, requires_grad=True), torch.randn(2, 4, 384)).sum().backward()
+            found[keep] = len(graphs)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found[contextlib.nullcontext] > 1 and found[keep_graphs] == 1  # as torch comes it cuts at its buckets
 
 
 @pytest.mark.slow

@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, DataError
+from upsnb.models import surrogate
 from upsnb.phases import BY_NAME, EXTRAS, HOT, PHASES, is_on, unmet
 from upsnb.training import compiling
-from upsnb.training.setup import Setup
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup, cold_changes
 
 INVERSE = {"training.lambda_inv_enc": 0.5}  # so that the frequency of inverse losses has something to act on
 NEEDS_GPU = ("optimizer_offload", "flex_attention", "tf32")
@@ -246,6 +248,36 @@ def test_tensorfloat32_is_put_back_as_it_was_found(tiny_setup, monkeypatch):
     assert torch.get_float32_matmul_precision() == "high"
     change(setup, {"training.tf32": False})
     assert process_state() == before
+
+
+def test_building_a_model_leaves_the_gpu_s_random_numbers_alone(tiny_config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("reseeded CUDA"))
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: pytest.fail("reseeded CUDA"))
+    surrogate.build(tiny_config(), {})
+
+
+def test_gradients_are_touched_where_they_are_averaged_and_nowhere_else(tiny_setup, monkeypatch):
+    setup, touched = tiny_setup(**{"training.accum_steps": 3}), []
+    setup.ranks = Ranks(world_size=2)  # what it would send goes nowhere
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    setup.loss.register_forward_pre_hook(lambda objective, _: touched.append(objective.touch_all))
+    for no_sync, expected in ((True, [False, False, True]), (False, [True] * 3)):
+        setup.config = overlays.apply(setup.config, {"training.no_sync": no_sync})
+        setup.step(batches(setup, 3), 0, 0)
+        assert touched == expected
+        touched.clear()
+
+
+def test_compiling_is_another_launch_where_ranks_that_wait_for_a_failed_one_cannot_be_freed(tiny_config):
+    sharded = tiny_config(**{"training.use_fsdp2": True, "training.num_gpus": 2})
+    for config, cold in (
+        (sharded, ["training.compile"]),
+        (overlays.apply(sharded, {"training.num_gpus": 1}), []),
+        (overlays.apply(sharded, {"training.use_fsdp2": False}), []),
+    ):
+        compiled = overlays.apply(config, {"training.compile": True})
+        assert cold_changes(config, compiled) == cold
+        assert cold_changes(compiled, config) == []  # switching off fails nowhere
 
 
 POOL = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,7 +55,9 @@ def step(function: Callable) -> Callable:
 
 def keep_graphs() -> contextlib.AbstractContextManager:
     """Inside, many graphs of one function are kept, and too many are an error instead of a silent return to eager."""
-    return torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, fail_on_recompile_limit_hit=True)
+    # DDPOptimizer would cut blocks at its buckets. They are small: their gradients are sent while others are computed.
+    kept = {"recompile_limit": MOST_GRAPHS, "fail_on_recompile_limit_hit": True, "optimize_ddp": False}
+    return torch._dynamo.config.patch(**kept)
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,12 @@ class Compilation:
     graph_breaks: int = 0  # and functions that were left to eager as a whole
     recompiles: int = 0  # of these graphs, those of code that had one already: other shapes, types or settings
     cache_hits: int = 0  # kernels of a forward or backward graph that were found on disk
+    cuda_graphs_skipped: int = 0  # code that could not be recorded as a CUDA graph, and so is launched kernel by kernel
+    cuda_graphs_again: int = 0  # recorded once more, because addresses had changed
     duration_s: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.graphs or self.graph_breaks or self.cache_hits)
+        return any(vars(self).values())
 
     def as_dict(self) -> dict:
         return {**vars(self), "duration_s": round(self.duration_s, 3)}
@@ -83,22 +88,38 @@ class CompileCounter:
 
     def read(self) -> Compilation:
         totals = self._totals()
-        graphs, breaks, hits, seconds = (now - then for now, then in zip(totals, self.before, strict=True))
         if totals == self.before:  # every step but the first few: a few dictionary look-ups
             return Compilation()
+        new = {name: value - self.before[name] for name, value in totals.items()}
         self.before = totals
-        return Compilation(graphs, breaks, min(self._recompiles(), graphs), hits, seconds)
+        return Compilation(**new, recompiles=min(self._recompiles(), new["graphs"]))
 
     @staticmethod
-    def _totals() -> tuple[int, int, int, float]:
+    def _totals() -> dict[str, float]:
         dynamo = torch._dynamo.utils  # loaded by torch on first use, which importing this module is not
-        counters, spent = dynamo.counters, dynamo.calculate_time_spent()["total_wall_time"]
-        hits = counters["inductor"]["fxgraph_cache_hit"]
-        breaks = sum(counters["graph_break"].values()) + counters["frames"]["total"] - counters["frames"]["ok"]
-        return counters["stats"]["unique_graphs"], breaks, hits, spent
+        counters = dynamo.counters
+        return {
+            "graphs": counters["stats"]["unique_graphs"],
+            "graph_breaks": sum(counters["graph_break"].values())
+            + counters["frames"]["total"]
+            - counters["frames"]["ok"],
+            "cache_hits": counters["inductor"]["fxgraph_cache_hit"],
+            "cuda_graphs_skipped": counters["inductor"]["cudagraph_skips"],
+            "cuda_graphs_again": _recorded_again(),
+            "duration_s": dynamo.calculate_time_spent()["total_wall_time"],
+        }
 
     def _recompiles(self) -> int:
         """Frames compiled since last time that had been compiled before: ids read frame/number, from 0 up."""
         found = {str(metrics.compile_id) for metrics in torch._dynamo.utils.get_compilation_metrics()}
         new, self.frames = found - self.frames, found
         return sum(not compile_id.endswith("/0") for compile_id in new if "/" in compile_id)
+
+
+def _recorded_again() -> int:
+    """How often CUDA graphs of this device were recorded once more, so far."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # loaded with the first recording
+    if trees is None or not torch.cuda.is_available():
+        return 0
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return sum(sum(counts.values()) for counts in manager.num_rerecord.values()) if manager else 0

@@ -118,7 +118,7 @@ class Objective(nn.Module, ABC):
         super().__init__()
         self.model, self.config = model, config
         self.generator: torch.Generator | None = None  # of input noise, each rank's own
-        # DDP waits for the gradient of every parameter, and a microbatch of one dataset uses one codec.
+        # DDP averages once every parameter has a gradient, and a microbatch of one dataset uses one codec.
         self.touch_all = False
         # FSDP2 averages what earlier microbatches left in the backward of a later one, so there has to be one.
         self.touch_any = False

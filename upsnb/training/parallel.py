@@ -118,8 +118,8 @@ _SYNC_BUFFERS = (  # torch 2.13 renamed it and warns about the old name
 def wrap_ddp(module: nn.Module, ranks: Ranks) -> nn.Module:
     """`module` with gradients averaged over ranks; unchanged for a single rank.
 
-    Every parameter has to have a gradient in every step (`LossModule.touch_all`): looking for those without one would
-    walk the graph each time.
+    Every parameter has to have a gradient in every backward pass that averages (`Objective.touch_all`): looking for
+    those without one would walk the graph each time.
     """
     if ranks.world_size == 1:
         return module
@@ -172,6 +172,12 @@ def synchronising(module: nn.Module, on: bool) -> AbstractContextManager:
         module.set_requires_gradient_sync(on)
         return nullcontext()
     return module.no_sync() if isinstance(module, DistributedDataParallel) and not on else nullcontext()
+
+
+def forget_iteration(module: nn.Module) -> None:
+    """After a forward or backward pass that failed on a single rank: what FSDP2 gathered and awaited is let go."""
+    if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13 has it
+        module.reset_iter_state()
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -209,14 +209,15 @@ class Setup:
         for number, batch in enumerate(batches):
             # Datasets take turns: counted over all of them, "every second" would always be the same dataset's.
             weights = active_terms(training, step, (microbatch + number) // len(self.datasets))
-            last = number == len(batches) - 1
-            with parallel.synchronising(self.loss, last or not training.no_sync):
+            averages = number == len(batches) - 1 or not training.no_sync
+            self.objective.touch_all = averages and self.ranks.world_size > 1 and not training.use_fsdp2
+            with parallel.synchronising(self.loss, averages):
                 total, values = self._forward_backward(batch, weights, dtype, len(batches))
             totals.append(total)
             for term, value in values.items():
                 terms.setdefault(term, []).append(value)
                 computed.add((batch.dataset, term))
-        if self.objective.touch_all or self.objective.touch_any:  # optimizers must not step on zeros
+        if self.ranks.world_size > 1 or training.use_fsdp2:  # optimizers must not step on zeros
             for unreached in self.objective.unreached(computed):
                 unreached.zero_grad(set_to_none=True)
         means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
@@ -300,6 +301,9 @@ class Setup:
                     total, _ = self.loss(batch, weights, precision.amp_dtype(self.config))
                     if total.requires_grad:
                         total.backward()
+        except Exception:
+            parallel.forget_iteration(self.loss)
+            raise
         finally:
             self.generator.set_state(noise)
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -307,6 +311,7 @@ class Setup:
 
     def discard_step(self) -> None:
         """Forget a step that failed before its update: its gradients, and what the scaler noted of them."""
+        parallel.forget_iteration(self.loss)
         for parameter in self.model.parameters():
             parameter.grad = None
         noted, self.scaler = self.scaler.state_dict(), precision.build_scaler(self.config, self.ranks.device)
@@ -372,7 +377,9 @@ def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:
         raise ConfigError(
             [f"{path}: cannot change while training runs -> start a run with it" for path in fixed], "the update"
         )
-    return [path for path in changed if is_cold(path)]
+    # Where compiling fails on one rank, the others wait in collectives that cannot be taken back: another launch can.
+    ranks_wait = new.training.use_fsdp2 and new.training.num_gpus > 1 and new.training.compile
+    return [path for path in changed if is_cold(path) or (ranks_wait and path.startswith("training.compile"))]
 
 
 def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
@@ -383,7 +390,6 @@ def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ra
     if training.use_fsdp2:
         objective.touch_any = True
         return parallel.shard(objective, model.units(), ranks, precision.amp_dtype(config))
-    objective.touch_all = ranks.world_size > 1
     return parallel.wrap_ddp(objective, ranks)
 
 

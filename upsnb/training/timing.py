@@ -9,6 +9,8 @@ from collections import deque
 
 import torch
 
+from upsnb.training.compiling import Compilation
+
 WARMUP_STEPS = 5  # never counted as steady: caches, allocator and clocks settle
 
 
@@ -66,11 +68,11 @@ class StepClock:
         self.previous = self.ends.popleft()
         return result
 
-    def is_steady(self, step: int, compiled: int) -> bool:
-        """Whether this step measures throughput: not among the first, no compilation in it, no interruption before."""
+    def is_steady(self, step: int, compiled: Compilation) -> bool:
+        """Whether this step measures throughput: not among the first, nothing compiled or recorded, no interruption."""
         if self.first_step is None:
             self.first_step, self.first_done = step, time.perf_counter()
-        if compiled:
+        if compiled.graphs or compiled.cuda_graphs_again:
             self.unsteady_until = step + 1
         steady = step >= self.first_step + WARMUP_STEPS and step > self.unsteady_until and not self.interrupted
         self.interrupted = False
@@ -80,5 +82,6 @@ class StepClock:
 def peak_memory_gib(device: torch.device) -> float:
     """Largest memory of this rank so far: allocated by CUDA, or resident in host memory."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        # as max_memory_allocated has it, which flattens and sorts some 150 other statistics each time
+        return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"] / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -61,7 +61,7 @@ class StepLog:
     def _write(self, known: dict, terms: list[str], values: list[float], samples: int, time_s: float, step_ms: float):
         fields = dict(known)
         step, compiled, optimizer = (fields.pop(key) for key in ("step", "compiled", "optimizer"))
-        steady, samples_per_s = self.clock.is_steady(step, compiled.graphs), samples / step_ms * 1e3
+        steady, samples_per_s = self.clock.is_steady(step, compiled), samples / step_ms * 1e3
         loss, norm, *losses = values
         self.events.write(
             "step",
