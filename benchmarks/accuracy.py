@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 
 import torch
+from keep import save
 
-from upsnb import hardware, overlays
+from upsnb import overlays
 from upsnb.data.families import open_source
 from upsnb.runs import handle, runfolder
 from upsnb.training import evaluation, metrics
@@ -34,6 +34,13 @@ PEER = {  # a Fourier neural operator with the same data, augmentation, noise an
     "training.amp": False,
     "training.compile": False,
 }
+
+
+def weights(**terms: float) -> dict[str, float]:
+    """Settings of loss weights."""
+    return {f"training.lambda_{term}": weight for term, weight in terms.items()}
+
+
 VARIANTS = {
     "darcy": {
         "default: patch tokens, local basis": {},
@@ -41,7 +48,7 @@ VARIANTS = {
         "decoder: cross-attention": {"operator.decoder": "cross_attention"},
         "encoder: perceiver": {"operator.encoder": "perceiver", "operator.decoder": "cross_attention"},
         "walls left to the decoder": {"operator.walls": "free"},
-        "with inverse encoding loss": {"training.lambda_inv_enc": 0.1},
+        "with inverse encoding loss": weights(inv_enc=0.1),
         "AdamW alone": {"optimizer.name": "adamw"},
         "without augmentation": {"data.datasets.darcy.augment": False},
         "peer: FNO of upsnb/models/fno.py": {**PEER, "model.settings": {"width": 32, "modes": 16, "depth": 4}},
@@ -54,12 +61,9 @@ VARIANTS = {
         "1 frame a call": {"data.datasets.advection.output_frames": 1},
         "rollout: latent, inverse losses": {
             "operator.rollout": "latent",
-            "training.lambda_forward": 0.1,
-            "training.lambda_inv_enc": 0.5,
-            "training.lambda_inv_dec": 0.1,
-            "training.lambda_rollout": 0.5,
+            **weights(forward=0.1, inv_enc=0.5, inv_dec=0.1, rollout=0.5),
         },
-        "with inverse losses, re-encoding": {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1},
+        "with inverse losses, re-encoding": weights(inv_enc=0.1, inv_dec=0.1),
         "AdamW alone": {"optimizer.name": "adamw"},
         "without augmentation": {"data.datasets.advection.augment": False},
         "peer: FNO of upsnb/models/fno.py": {  # ten frames in and one out: what PDEBench's own is trained with
@@ -141,27 +145,14 @@ def main() -> None:
     arguments = parser.parse_args()
     name = f"{'variants' if arguments.variants else 'seeds'}-{arguments.minutes:g}min"
     path = runfolder.project_root() / "outputs/reference/accuracy" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = {
-        "format": 1,
-        "kind": "accuracy",
-        "date": time.strftime("%Y-%m-%d"),
-        "minutes": arguments.minutes,
-        "code_revision": runfolder.code_revision(),
-        "hardware": hardware.detect().as_dict(),
-        "versions": hardware.versions(),
-        "rows": [],
-    }
+    rows = []
     for task in arguments.tasks:
         variants = VARIANTS[task] if arguments.variants else dict([next(iter(VARIANTS[task].items()))])
         for variant, overlay in variants.items():
             for seed in arguments.seeds:
-                row = train(task, arguments.data, seed, arguments.minutes, variant, overlay)
-                report["rows"].append(row)
-                runfolder.write_json(path, report)  # after each run: an interrupted benchmark keeps what it has
-                shown = {key: row[key] for key in row if "nrmse" in key}
-                print(f"{task} / {variant} / seed {seed}: {json.dumps(shown)}", flush=True)
-    print(path)
+                rows.append(train(task, arguments.data, seed, arguments.minutes, variant, overlay))
+                # after each run: an interrupted benchmark keeps what it has
+                save({"format": 1, "kind": "accuracy", "minutes": arguments.minutes, "rows": rows}, path)
 
 
 if __name__ == "__main__":

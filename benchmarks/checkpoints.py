@@ -9,16 +9,13 @@ next one begins only when the one before is on the disk, so that none pays for a
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
+from keep import save
 
-from upsnb import hardware
 from upsnb.runs.events import EventWriter, read_events
 from upsnb.training.checkpoint import Saver
 from upsnb.training.parallel import Ranks
@@ -64,13 +61,9 @@ def main() -> None:
     ratios = [later / at_once for at_once, later in zip(stalls[False], stalls[True], strict=True)]
     result = {
         "format": 1,
-        "time": time.time(),
         "size_mib": events[0]["size_mib"],
         "repeats": options.repeats,
         "device": device.type,
-        "machine": platform.machine(),
-        "versions": hardware.versions(),
-        "hardware": hardware.detect().as_dict(),
         "synchronous_stall_s": stalls[False],
         "asynchronous_stall_s": stalls[True],
         "asynchronous_save_s": [e["save_s"] for e in events if e["asynchronous"]],
@@ -78,9 +71,7 @@ def main() -> None:
         "stall_ratio_range": [round(min(ratios), 5), round(max(ratios), 5)],
         "claim": CLAIM,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in ("size_mib", "stall_ratio_median", "stall_ratio_range", "claim")}))
+    save(result, options.output)
 
 
 if __name__ == "__main__":

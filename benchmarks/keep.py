@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from upsnb.errors import RunError
+from upsnb.report.file import finish
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import FIGURES, REPORT
 
@@ -55,6 +56,13 @@ def keep(folder: Path, name: str, reference: Path = REFERENCE) -> list[Path]:
         (target / file).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
     figures = [shutil.copyfile(path, target / path.name) for path in sorted((folder / FIGURES).glob("*.png"))]
     return [*(target / file for file in texts), *figures]
+
+
+def save(report: dict, path: Path) -> None:
+    """Write what a benchmark of this machine found, with hardware, versions, revision and date; and print it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runfolder.write_json(path, finish(report, None))
+    print(path.read_text())
 
 
 def relative(value, folder: Path, roots: set[Path]):

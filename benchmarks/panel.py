@@ -10,15 +10,15 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from keep import save
 
-from upsnb import hardware, overlays
+from upsnb import overlays
 from upsnb.runs import events, handle, runfolder
 from upsnb.runs.throughput import throughput_ratio
 from upsnb.widgets import charts
@@ -122,15 +122,7 @@ def main() -> None:
         costs["training"] = slowing(Path(temporary) / "real", args.seconds) if args.seconds else None
     with contextlib.suppress(OSError):
         costs["load"] = os.getloadavg()[0]  # of a machine that does nothing else this is below 2
-    detected = hardware.detect()
-    costs["machine"] = {
-        "device": detected.device_name,
-        "cores": detected.num_cores,
-        "python": platform.python_version(),
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(costs, indent=1) + "\n")
-    print(args.output.read_text())
+    save(costs, args.output)
 
 
 if __name__ == "__main__":

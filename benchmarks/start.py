@@ -22,11 +22,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
+from keep import save
+
 from upsnb import overlays
 from upsnb.compare.turns import Turns
 from upsnb.config import RunConfig
 from upsnb.data import datasets
-from upsnb.report.file import finish
 from upsnb.runs import handle, runfolder
 from upsnb.runs.runfolder import REPORT
 
@@ -148,9 +149,7 @@ def main() -> None:
         "overhead_s": statistics.median(one["overhead_s"] for one in notebooks),
         "load": os.getloadavg()[0],  # of a machine that does nothing else this stays near its number of cores
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(finish(made, None), indent=1) + "\n")
-    print(args.output.read_text())
+    save(made, args.output)
 
 
 if __name__ == "__main__":

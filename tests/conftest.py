@@ -12,6 +12,7 @@ import torch
 from upsnb import overlays
 from upsnb.config import LatentConfig, OperatorConfig, RunConfig
 from upsnb.data import datasets
+from upsnb.data.batches import Loader
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.ups import UPS
 from upsnb.runs import runfolder
@@ -65,6 +66,29 @@ def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock
+
+
+@pytest.fixture
+def slow_reading(monkeypatch, clock):
+    """`slow_reading(0.05)`: every batch takes so many seconds to arrive."""
+
+    def install(seconds: float) -> None:
+        epoch = Loader.epoch
+
+        def slow(self, *arguments):
+            for batch in epoch(self, *arguments):
+                clock.advance(seconds)
+                yield batch
+
+        monkeypatch.setattr(Loader, "epoch", slow)
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def cache() -> dict:
+    """What the tests of a file share."""
+    return {}
 
 
 @pytest.fixture(scope="session")

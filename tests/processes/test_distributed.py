@@ -97,11 +97,6 @@ def launch(config, folder: Path, num_ranks: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.fixture(scope="module")
-def cache():
-    return {}
-
-
 @pytest.fixture(params=CASES)
 def pair(request, cache, tiny_config, tmp_path_factory):
     """(folder of one rank in this process, folder of several ranks, their number), both trained to the end."""

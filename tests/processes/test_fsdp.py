@@ -235,11 +235,6 @@ def script(config_file: Path, results: Path) -> None:
     os._exit(0)  # as upsnb.worker ends
 
 
-@pytest.fixture(scope="module")
-def cache():
-    return {}
-
-
 @pytest.fixture
 def found(cache, tiny_config, tmp_path_factory):
     """`found(2)`: what the script found on two ranks."""

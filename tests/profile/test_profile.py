@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upsnb import hardware, phases, spans
-from upsnb.data.batches import Loader
 from upsnb.errors import RunError
 from upsnb.profile import flops, recorder, report, trace
 from upsnb.runs import handle, runfolder
@@ -94,15 +93,8 @@ def test_traced_steps_are_not_steady_and_timed_ones_are(profiled):
     assert any(steady[step] for step in steady if step > traced[-1] + 5)
 
 
-def test_slow_reading_shows_as_data_wait(profiled, monkeypatch, clock):
-    epoch = Loader.epoch
-
-    def slow(self, *arguments):
-        for batch in epoch(self, *arguments):
-            clock.advance(0.05)
-            yield batch
-
-    monkeypatch.setattr(Loader, "epoch", slow)
+def test_slow_reading_shows_as_data_wait(profiled, slow_reading):
+    slow_reading(0.05)
     _, record = profiled()
     assert record["parts_ms"]["data wait"] == pytest.approx(50, abs=1)
     assert record["parts_ms"]["copy"] == 0  # all data is resident

@@ -66,11 +66,6 @@ def expect_same_state(first, second):
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cache():
-    return {}
-
-
 @pytest.fixture
 def whole(cache, tiny_config, train_here, tmp_path_factory):
     """The folder of a run that was never stopped; residency of data and how checkpoints are saved change no number."""

@@ -49,17 +49,27 @@ def spoil(monkeypatch):
     """`spoil(what)`: let `what(call number, total loss)` replace or refuse every loss, from 1 on."""
 
     def install(what):
-        real, calls = UPSObjective.forward, []
+        calls = []
 
-        def forward(self, batch, weights, amp_dtype):
-            total, terms = real(self, batch, weights, amp_dtype)
+        def change(batch, total):
             calls.append(len(batch.inputs))
-            return what(len(calls), total), terms
+            return what(len(calls), total)
 
-        monkeypatch.setattr(UPSObjective, "forward", forward)
+        change_losses(monkeypatch, change)
         return calls
 
     return install
+
+
+def change_losses(monkeypatch, change) -> None:
+    """Let `change(batch, total loss)` say what every loss is."""
+    real = UPSObjective.forward
+
+    def forward(self, batch, weights, amp_dtype):
+        total, terms = real(self, batch, weights, amp_dtype)
+        return change(batch, total), terms
+
+    monkeypatch.setattr(UPSObjective, "forward", forward)
 
 
 # -- nonfinite -----------------------------------------------------------------------------------------------------
@@ -211,19 +221,18 @@ def little_memory(monkeypatch):
     """`little_memory(4)`: microbatches of more than 4 pairs run out of memory, in the backward pass; seen pairs."""
 
     def install(most):
-        real, seen = UPSObjective.forward, []
+        seen = []
 
-        def forward(self, batch, weights, amp_dtype):
-            total, terms = real(self, batch, weights, amp_dtype)
+        def fill(batch, total):
             if len(batch.inputs) > most:
                 total.register_hook(lambda gradient: exhaust())
             seen.append((batch.dataset, batch.inputs.clone()))
-            return total, terms
+            return total
 
         def exhaust():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-        monkeypatch.setattr(UPSObjective, "forward", forward)
+        change_losses(monkeypatch, fill)
         return seen
 
     return install

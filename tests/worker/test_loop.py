@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb.data.batches import Loader
 from upsnb.runs import runfolder
 from upsnb.training import checkpoint, evaluation, timing
 
@@ -27,11 +26,6 @@ def of_kind(events, kind):
 
 def column(events, key):
     return [event[key] for event in of_kind(events, "step")]
-
-
-@pytest.fixture(scope="module")
-def cache():
-    return {}
 
 
 @pytest.fixture
@@ -286,15 +280,8 @@ def test_half_precision_learns_like_single_precision(tiny_config, train_here, tm
     assert bool(state["scaler"]) == (dtype == "float16")
 
 
-def test_the_wait_for_data_is_measured(tiny_config, train_here, tmp_path, monkeypatch, clock):
-    epoch = Loader.epoch
-
-    def slow(self, *arguments):
-        for batch in epoch(self, *arguments):
-            clock.advance(0.03)
-            yield batch
-
-    monkeypatch.setattr(Loader, "epoch", slow)
+def test_the_wait_for_data_is_measured(tiny_config, train_here, tmp_path, slow_reading):
+    slow_reading(0.03)
     events = train_here(tiny_config(("darcy",), **{**QUICK, "training.batch_size": 8}), tmp_path / "run")
     waits, times = column(events, "data_wait_ms"), column(events, "step_time_ms")
     assert waits == pytest.approx([30.0] * len(waits), abs=1.0)
