@@ -37,7 +37,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 ROOMS = ("worker", "compare", "profile", "memory", "widgets", "report", "training", "runs", "models", "data", "")
-ROOFS = {"__main__"}  # of the whole house: may enter every room
+ROOFS = {"__main__", "commands"}  # of the whole house: may enter every room
 STAIRS = {  # the only imports upwards, each inside a function, and why
     ("config", "data.families"): "a config is checked against the table of families",
     ("rules", "data.families"): "and its physics terms against the priors of their rows",

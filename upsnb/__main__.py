@@ -1,39 +1,47 @@
-"""`python -m upsnb run <notebook>`: a notebook without a browser, with checked parameters and an honest exit code."""
+"""`python -m upsnb`: notebooks without a browser and runs that are there, with an honest exit code."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import json
 import re
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
-from upsnb import hardware, overlays, phases, plain_yaml
+from upsnb import commands, overlays, plain_yaml
+from upsnb.commands import summary
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError, RunError, UpsError
+from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout, UpsError
 from upsnb.overlays import as_typed
 from upsnb.runs import runfolder
-from upsnb.runs.runfolder import FIGURES, REPORT
+from upsnb.runs.runfolder import REPORT
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
 CAUSE_LINES = 15  # of an error's message; the executed notebook holds the rest
-SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
-    "compare": "compare.verdict",
-    "memory": "memory.plan",
-    "phases": "compare.ladder",
-    "profile": "profile.report",
-    "scaling": "compare.scaling",
-}
+EXAMPLES = """examples:
+  python -m upsnb run notebooks/01_train.ipynb -f mine.yaml -p lr=1e-3
+  python -m upsnb list                         all runs in outputs/
+  python -m upsnb show my-run                  what it does, what it reached, why it failed
+  python -m upsnb flip my-run compile on       change it while it trains
+  python -m upsnb stop my-run                  it saves and ends; resume goes on where it was
+  python -m upsnb compare one other            two finished runs
+
+exit codes: 0 done, 1 failed, 2 refused before anything was done, 130 stopped by Ctrl-C"""
+
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 finished, 1 failed, 2 refused before anything started."""
     args = _parser().parse_args(arguments)
     try:
-        return run(args.notebook, args.file, args.param, args.output)
+        return args.act(args) or OK
+    except (RunFailed, RunTimeout) as error:
+        print(error, file=sys.stderr)
+        return FAILED
     except UpsError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -43,15 +51,65 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m upsnb", description="Neural operators on PDEBench, in notebooks.")
-    run = parser.add_subparsers(required=True, metavar="command").add_parser(
-        "run", help="execute a notebook", description="Check the parameters, execute a notebook, print what it reached."
+    parser = argparse.ArgumentParser(
+        prog="python -m upsnb",
+        description="Neural operators on PDEBench, in notebooks. RUN is a run's folder, or its name in outputs/.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb")
-    run.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
-    run.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
-    run.add_argument("-o", dest="output", type=Path, metavar="FOLDER", help="run folder (a new one under outputs/)")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print version and code revision")
+    commands_ = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, what: str, act: Callable[[argparse.Namespace], int | None], *runs: str):
+        added = commands_.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        added.set_defaults(act=act)
+        for run in runs:
+            added.add_argument(run.lower(), metavar=run, help="a run's folder, or its name in outputs/")
+        return added
+
+    ran = command(
+        "run",
+        "check the parameters, execute a notebook, print what it reached",
+        lambda args: run(args.notebook, args.file, args.param, args.output),
+    )
+    ran.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb")
+    ran.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
+    ran.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
+    ran.add_argument("-o", dest="output", type=Path, metavar="FOLDER", help="run folder (a new one under outputs/)")
+    listed = command("list", "print all runs, newest first", lambda args: commands.list_runs(args.root))
+    listed.add_argument("root", type=Path, nargs="?", metavar="FOLDER", help="folder of run folders (outputs/)")
+    command("show", "print what a run does or reached, or why it failed", lambda args: commands.show(args.run), "RUN")
+    command("resume", "go on with a run that is paused or stopped", lambda args: commands.resume(args.run), "RUN")
+    command("stop", "let a run finish its step, save and end", lambda args: commands.stop(args.run), "RUN")
+    flipped = command(
+        "flip",
+        "switch a phase of a run while it trains",
+        lambda args: commands.flip(args.run, args.phase, args.state == "on"),
+        "RUN",
+    )
+    flipped.add_argument("phase", help="for example compile; docs/phases.md lists them")
+    flipped.add_argument("state", choices=("on", "off"))
+    compared = command(
+        "compare",
+        "compare two finished runs",
+        lambda args: commands.compare(args.run, args.other, args.output),
+        "RUN",
+        "OTHER",
+    )
+    compared.add_argument("-o", dest="output", type=Path, metavar="FOLDER", help="write report and figures there, too")
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints what was installed and the revision of the code that runs."""
+
+    def __call__(self, parser, *_):
+        try:
+            version = metadata.version("upsnb")
+        except metadata.PackageNotFoundError:  # run from its folder
+            version = "not installed"
+        print(f"upsnb {version}, revision {runfolder.code_revision()}")
+        parser.exit()
 
 
 def run(notebook: Path, files: list[Path], params: list[str], folder: Path | None = None) -> int:
@@ -60,6 +118,8 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     Raises:
         UpsError: notebook, parameters or folder are not usable; nothing was started.
     """
+    from upsnb import hardware, phases  # they load torch, which the other commands do without
+
     notebook = _find_notebook(notebook)
     parameters, config = read_parameters(notebook, files, params)
     machine = hardware.detect()
@@ -214,30 +274,6 @@ def _run_failure(folder: Path) -> str | None:
         return None  # not every notebook trains
     status, cause = runfolder.state(folder)
     return f"the run {status}: {cause}" if status in ("failed", "died") else None
-
-
-# -- what was reached ----------------------------------------------------------------------------------------------
-
-
-def summary(folder: Path) -> str:
-    """The report as text, and where notebook and figures are."""
-    lines = []
-    try:
-        reached = json.loads((folder / REPORT).read_text())
-        if reached.get("kind") in SUMMARISED_BY:
-            module = importlib.import_module(f"upsnb.{SUMMARISED_BY[reached['kind']]}")
-            lines += ["", module.summary(reached), ""]
-        else:
-            from upsnb.report import results
-
-            rows = results.table(reached)
-            lines += ["", *([] if rows.empty else [rows.to_string(index=False)]), results.costs(reached), ""]
-    except FileNotFoundError:
-        pass  # a notebook that does not train, or one that failed before
-    except ValueError as error:
-        lines.append(f"{as_typed(folder)}/{REPORT} is damaged: {error}")
-    paths = [folder / "notebook.ipynb", *sorted((folder / FIGURES).glob("*.png"))]
-    return "\n".join([*lines, *(as_typed(path) for path in paths if path.exists())])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from upsnb import config as configs
 from upsnb import overlays
-from upsnb.config import RunConfig
+from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout
 from upsnb.rules import did_you_mean
 from upsnb.runs import runfolder
@@ -28,6 +29,24 @@ def is_headless() -> bool:
     return not any(name in os.environ for name in INTERACTIVE)
 
 
+def find(name: Path | str) -> Path:
+    """The folder of a run: by its path from here or from the project's folder, or by its name in outputs/.
+
+    Raises:
+        RunError: there is none; with the nearest name.
+    """
+    project = runfolder.project_root()
+    outputs = project / LoggingConfig().root
+    places = [place / name for place in (Path.cwd(), project, outputs)] if str(name).strip() else []
+    folders = [place for place in places if os.path.isdir(place)]  # of no text at all does it raise an error
+    if folders:
+        return next((folder for folder in folders if (folder / runfolder.MANIFEST).exists()), folders[0])
+    found = [path.parent for depth in ("*", "*/*", "*/*/*") for path in outputs.glob(f"{depth}/{runfolder.MANIFEST}")]
+    close = difflib.get_close_matches(str(name), [path.relative_to(outputs).as_posix() for path in found], 1, 0.5)
+    hint = f"did you mean {close[0]}?" if close else "python -m upsnb list shows the runs that are there"
+    raise RunError(f"{str(name)!r}: no such folder, nor a run in {outputs} -> {hint}")
+
+
 class Run:
     """A run by its folder: what it is doing, what it said, and requests to it."""
 
@@ -37,12 +56,8 @@ class Run:
 
     @classmethod
     def attach(cls, folder: Path | str) -> Run:
-        """The run of a folder, from any process and at any time.
-
-        Raises:
-            RunError: the folder holds no run.
-        """
-        run = cls(folder)
+        """The run of a folder, from any process and at any time; arguments and errors as of `find`."""
+        run = cls(find(folder))
         runfolder.read_manifest(run.folder)
         return run
 

@@ -1,0 +1,184 @@
+"""What the command line does with runs that are there, one function a command; a run is its folder or its name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+from upsnb import overlays
+from upsnb.errors import RunError
+from upsnb.overlays import as_typed
+from upsnb.runs import checkpoint_index, handle, runfolder
+from upsnb.runs.handle import Run
+from upsnb.runs.runfolder import ALIVE, FIGURES, REPORT
+
+SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
+    "compare": "compare.verdict",
+    "memory": "memory.plan",
+    "phases": "compare.ladder",
+    "profile": "profile.report",
+    "scaling": "compare.scaling",
+}
+LOG_LINES = 25  # of what a failed run said last
+
+
+def list_runs(root: Path | None) -> None:
+    """Print a line for each run in a folder, newest first."""
+    import pandas as pd
+
+    from upsnb.report.file import number
+    from upsnb.runs import table
+
+    runs = table.table(root)
+    if runs.empty:
+        print(f"no runs in {as_typed(table.find_root(root))} -> python -m upsnb run notebooks/01_train.ipynb makes one")
+        return
+    runs["created"] = runs["created"].dt.strftime("%Y-%m-%d %H:%M")
+    nrmse = [column for column in runs if column.startswith("nrmse_")]
+    shown = runs[["run", "status", "created", "steps", "samples_per_s", *nrmse, "phases_on", "cause"]]
+
+    def text(value) -> str:
+        return "-" if pd.isna(value) else number(value) if isinstance(value, float) else " ".join(str(value).split())
+
+    columns = [[name, *map(text, values)] for name, values in shown.dropna(axis=1, how="all").items()]
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+def show(name: str) -> None:
+    """Print what a run is doing or has reached, and if it failed, why."""
+    folder = handle.find(name)
+    if not (folder / runfolder.MANIFEST).exists() and (folder / REPORT).exists():  # a comparison, a plan
+        print(summary(folder))
+        return
+    from upsnb.report import results
+    from upsnb.widgets.progress import Progress
+
+    run = Run.attach(folder)
+    (status, cause), control = runfolder.state(folder), runfolder.read_control(folder)
+    print(f"{as_typed(folder)}: {status}{', paused' * (status in ALIVE and control.paused)}")
+    if status in ALIVE:
+        said: list[str] = []
+        progress = Progress(said.append)
+        for event in run.events():
+            progress(event)
+        print(*said[-3:], sep="\n")
+    print(_told(results.run_numbers(run)))
+    if status in ALIVE and control.revision > run.manifest["applied"]["revision"]:
+        print(f"asked and not answered yet: {control.command or control.overlay}")
+    kept = checkpoint_index.read_index(folder)
+    steps = (f"{role} step {kept['checkpoints'][kept[role]]['step']}" for role in ("latest", "best") if kept[role])
+    print(f"checkpoints: {', '.join(steps) or 'none yet'}", *_results(folder), sep="\n")
+    if cause:
+        failures = (run.manifest["segments"] or [{}])[-1].get("failures") or [{}]
+        last = (failures[0].get("traceback") or run.log_tail(LOG_LINES)).splitlines()[-LOG_LINES:]
+        print(f"\n{status}: {cause}", *last, f"all of it: {as_typed(folder / runfolder.LOG)}", sep="\n")
+
+
+def resume(name: str) -> None:
+    """Let a paused run go on, or continue one that has ended before its end, from its latest checkpoint."""
+    run = Run.attach(name)
+    status, manifest = run.status(), run.manifest
+    if status in ALIVE:
+        if not runfolder.read_control(run.folder).paused:
+            raise RunError(f"{name}: is {status} and not paused -> nothing to do")
+        print(f"goes on at step {run.wait_for('resumed', run.resume())['step']}")
+        return
+    if status == "finished" and manifest["end_reason"] != "stopped":
+        remedy = "start a new run with more stages.operator.epochs or training.time_limit_s"
+        raise RunError(f"{name}: has trained to its end ({manifest['end_reason']}) -> {remedy}")
+    if not checkpoint_index.is_there(run.folder):
+        raise RunError(f"{name}: has no whole checkpoint to go on from -> start a new run")
+    from upsnb.report import figures, results
+    from upsnb.widgets.progress import Progress
+
+    progress, past = Progress(), len(run.events())
+
+    def told(event: dict) -> None:
+        nonlocal past
+        past -= 1
+        if past < 0 or event["kind"] == "start":
+            progress(event)
+
+    run = handle.start(overlays.apply(run.current_config, {"checkpoint.resume": True}), run.folder)
+    run.wait(on_event=told)
+    results.train_report(run)
+    results.write_figures(figures.RunFigures.of(run))
+    print(summary(run.folder))
+
+
+def stop(name: str) -> None:
+    """Let a run finish its step, save and end; returns when it has."""
+    run = _living(name)
+    run.stop()
+    print("asked to stop: it finishes its step and saves", flush=True)
+    run.wait(timeout=handle.SECONDS_TO_OBEY)
+    print(f"stopped at step {run.events(('end',))[-1]['step']} -> python -m upsnb resume {name} goes on")
+
+
+def flip(name: str, phase: str, on: bool) -> None:
+    """Ask a run to switch a phase, and say what it did."""
+    from upsnb.widgets.progress import Progress
+
+    run = _living(name)
+    event = run.wait_for("flip", run.flip(phase, on))
+    if not event["applied"]:
+        raise RunError(f"{name}: {phase} was refused at step {event['step']}: {event['reason']}")
+    Progress()(event)
+
+
+def compare(first: str, second: str, folder: Path | None) -> None:
+    """Print what the second of two finished runs gains and loses; a folder gets the report and figures as well."""
+    from upsnb.compare import figures, verdict
+    from upsnb.report.style import save
+
+    runs = [Run.attach(name) for name in (first, second)]
+    report = verdict.compare(*runs, folder)
+    print(verdict.summary(report))
+    if folder is not None:
+        curves = figures.curves({name: [run] for name, run in zip(report["arms"], runs, strict=True)})
+        drawn = {"quality": figures.quality(curves), "outcome": figures.outcome(report["arms"])}
+        print(*(as_typed(save(figure, folder / FIGURES, name)) for name, figure in drawn.items()), sep="\n")
+
+
+def _living(name: str) -> Run:
+    run = Run.attach(name)
+    status = run.status()
+    if status not in ALIVE:
+        raise RunError(f"{name}: is {status} -> only a run that trains can be asked for something")
+    return run
+
+
+# -- what was reached ----------------------------------------------------------------------------------------------
+
+
+def summary(folder: Path) -> str:
+    """The report as text, and where notebook and figures are."""
+    lines = []
+    try:
+        reached = json.loads((folder / REPORT).read_text())
+        if reached.get("kind") in SUMMARISED_BY:
+            module = importlib.import_module(f"upsnb.{SUMMARISED_BY[reached['kind']]}")
+            lines += ["", module.summary(reached), ""]
+        else:
+            lines += ["", _told(reached), ""]
+    except FileNotFoundError:
+        pass  # a notebook that does not train, or one that failed before
+    except ValueError as error:
+        lines.append(f"{as_typed(folder)}/{REPORT} is damaged: {error}")
+    return "\n".join([*lines, *_results(folder)])
+
+
+def _told(report: dict) -> str:
+    """A training report: its table, where there is one, and what it cost."""
+    from upsnb.report import results
+
+    rows = results.table(report)
+    return "\n".join([*([] if rows.empty else [rows.to_string(index=False)]), results.costs(report)])
+
+
+def _results(folder: Path) -> list[str]:
+    paths = [folder / "notebook.ipynb", *sorted((folder / FIGURES).glob("*.png"))]
+    return [as_typed(path) for path in paths if path.exists()]
