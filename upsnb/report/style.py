@@ -107,7 +107,7 @@ def empty_figure(width: float, height: float, title: str = "") -> StillFigure:
     """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page."""
     figure = StillFigure(figsize=(width, height), layout="constrained")
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)  # it may hold a folder's name
     return figure
 
 

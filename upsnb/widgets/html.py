@@ -47,7 +47,7 @@ def header(history: History, name: str, status: str, cause: str | None, epochs: 
     facts = []
     if start:
         ranks = start["num_ranks"]
-        facts.append(f"<b>{ranks}</b> {'rank' if ranks == 1 else 'ranks'} on {escape(start['device'])}")
+        facts.append(f"<b>{escape(str(ranks))}</b> {'rank' if ranks == 1 else 'ranks'} on {escape(start['device'])}")
         facts.append(f"epoch <b>{min(history.epoch + 1, epochs):,}</b> of {epochs:,}")
         facts.append(f"step <b>{history.step:,}</b>")
     if history.num_launches > 1:
@@ -65,7 +65,7 @@ def header(history: History, name: str, status: str, cause: str | None, epochs: 
     percent = 100 * share
     parts = [
         f'<div class="ups"><div class="ups-head"><h4>{escape(name)}</h4>'
-        f'<span class="ups-pill">{SYMBOLS[shown]} {shown}</span>' + "".join(f"<span>{fact}</span>" for fact in facts),
+        f'<span class="ups-pill">{SYMBOLS.get(shown, "")} {escape(shown)}</span>' + "".join(f"<span>{fact}</span>" for fact in facts),
         f'</div><div class="ups-bar" role="progressbar" aria-valuenow="{percent:.0f}" aria-valuemin="0" '
         f'aria-valuemax="100" aria-label="share of training done"><div style="width:{percent:.2f}%"></div></div>',
     ]

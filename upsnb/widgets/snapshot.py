@@ -32,7 +32,7 @@ def figure(history: History, title: str = "", axis: str = "step") -> Figure:
     heights = [strip.height / 60 for strip in drawn] or [1.0]
     result = empty_figure(7.6, sum(heights) + 0.75 + 0.17 * len(named), " \u00b7 ".join(filter(None, facts)))
     if not drawn:
-        result.text(0.5, 0.5, history.message or "no step yet", ha="center", va="center")
+        result.text(0.5, 0.5, history.message or "no step yet", ha="center", va="center", parse_math=False)
         return result
     all_axes = result.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for ax, strip in zip(all_axes, drawn):
@@ -69,6 +69,6 @@ def figure(history: History, title: str = "", axis: str = "step") -> Figure:
         came = (flip.measured or "not measured") if flip.applied else f"refused: {flip.why}"
         lines.append(f"{number}  step {flip.step:,}: {flip.what}  {came}"[:110])
     bottom = "\n".join(["step" if axis == "step" else "training time [s]", *lines])
-    all_axes[-1].set_xlabel(bottom, ha="left", x=0.0)
+    all_axes[-1].set_xlabel(bottom, ha="left", x=0.0, parse_math=False)
     result.align_ylabels()
     return result
