@@ -155,7 +155,7 @@ def test_no_module_imports_itself_through_others():
 def test_only_declared_packages_are_imported():
     declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     extra = {
-        "ipywidgets": {"widgets.panel", "widgets.browser"},
+        "ipywidgets": {"widgets.panel", "widgets.fields", "widgets.browser"},
         "IPython": {"widgets.panel", "widgets.browser"},
         "papermill": {"__main__"},
         "nbclient": {"__main__"},

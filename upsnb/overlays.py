@@ -69,7 +69,7 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
         elif path in sections and isinstance(value, dict):
             for key, inner in value.items():
                 visit(f"{path}.{key}", inner)
-        elif path in sections and value is None and _may_be_empty(path):
+        elif path in sections and value is None and may_be_empty(path):
             flat[path] = None
         elif path in sections:
             problems.append(Problem(path, f"got {shown(value)}", "it is a section, write its settings below it"))
@@ -119,7 +119,7 @@ def _inside_named(path: str) -> bool:
     return any(path.startswith(named + ".") for named in NAMED)
 
 
-def _may_be_empty(path: str) -> bool:
+def may_be_empty(path: str) -> bool:
     """Whether None is a value of this setting, rather than the wish for its default."""
     section, annotation = RunConfig, None
     for name in path.split("."):
@@ -148,7 +148,7 @@ def apply(base: RunConfig, flat: dict, where: str = "the overlay") -> RunConfig:
         if not isinstance(node, dict):
             found = f"{'.'.join(parents)} holds a single value"
             raise ConfigError([Problem(path, found, "nothing can be below it")], where)
-        if flat[path] is not None or _may_be_empty(path):
+        if flat[path] is not None or may_be_empty(path):
             node[leaf] = copy.deepcopy(flat[path])
         elif isinstance(default, dict) and leaf in default and not _inside_named(path):
             node[leaf] = default[leaf]

@@ -20,7 +20,7 @@ EVENTS = [
     {"kind": "segment", "time": 1000.0, "step": 0, "number": 0},
     {**START, "time_limit_s": 100.0},
     *(step_event(k, epoch=k, optimizer="a", gradient_norm=1.0) for k in range(1, 9)),
-    {"kind": "telemetry", "time": 1004.0, "step": 4, "utilisation_percent": [3.0], "power_w": [9.0], "clock_mhz": [1.0]},
+    {"kind": "telemetry", "time": 1004.0, "step": 4, "utilisation_percent": [3.0], "power_w": [9.0], "clock_mhz": [1]},
     {"kind": "progress", "time": 1004.0, "step": 4, "message": "reading"},
     {"kind": "eval", "time": 1005.0, "step": 5, "time_s": 2.5, "val_nrmse": {"waves": 0.3}, "best": True},
     {"kind": "checkpoint", "time": 1005.0, "step": 5, "roles": ["best"], "revision": None},
@@ -74,7 +74,8 @@ def put(value, path, as_key: bool):
 def check(panel: Panel, what: str) -> int:
     """Draw a run anew, as far as it can be drawn, click, and look at all HTML; how many texts hold the hostile one."""
     panel.history, panel._shown_for = History(panel.run.folder), None
-    panel._closing.wait = lambda interval, turns=iter((False, True)): next(turns)  # one redraw, at once
+    turns = iter((False, True))  # one redraw, at once
+    panel._closing.wait = lambda interval: next(turns)
     panel._keep_up()
     with contextlib.suppress(Exception):  # a number that is none
         panel._toggles["bf16"].value = not panel._toggles["bf16"].value

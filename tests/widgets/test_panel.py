@@ -1,5 +1,6 @@
 """The panel as an object: what clicks write, what is shown of the answer, and that the folder alone decides."""
 
+import asyncio
 import json
 import os
 import threading
@@ -125,18 +126,88 @@ def test_what_was_refused_does_not_refuse_the_next_request(folder):
     assert set(control(folder)) == {"training.inverse_loss_frequency", "training.query_sampling.num_queries"}
 
 
+def click(shown: Panel, name: str) -> None:
+    """Press the button of that name."""
+    (button,) = [w for w in shown._widgets() if isinstance(w, ipywidgets.Button) and w.description == name]
+    button.click()
+
+
 def test_only_numbers_that_were_changed_are_sent(folder):
     shown = Panel(handle.Run.attach(folder))
     shown.refresh()
-    shown._fields["training.batch_size"].value = 4
-    shown._fields["training.query_sampling.num_queries"].value = 16
+    shown._fields["training.batch_size"].text.value = "4"
+    shown._fields["training.query_sampling.num_queries"].text.value = "16"
     shown.refresh()
-    assert shown._fields["training.batch_size"].value == 4  # a redraw does not take back what is being typed
-    shown._send.click()
+    assert shown._fields["training.batch_size"].text.value == "4"  # a redraw does not take back what is being typed
+    click(shown, "Apply settings")
     assert control(folder) == {"training.batch_size": 4, "training.query_sampling.num_queries": 16}
-    shown._fields["training.query_sampling.num_queries"].value = 0
-    shown._send.click()
+    shown._fields["training.query_sampling.num_queries"].text.value = "0"
+    click(shown, "Apply settings")
     assert control(folder)["training.query_sampling.num_queries"] is None
+
+
+WRONG = [("-3", "greater than 0"), ("12.5", "whole number"), ("many", "whole number"), ("", "whole number")]
+
+
+@pytest.mark.parametrize(("typed", "why"), WRONG)
+def test_what_is_no_right_number_stays_as_typed_with_its_reason_and_nothing_is_sent(folder, typed, why):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    field = shown._fields["training.batch_size"]
+    field.text.value = typed
+    shown._fields["training.accum_steps"].text.value = "2"  # right, and not sent without the other
+    assert why in field._reason.value and "not applied" in shown._fields["training.accum_steps"]._reason.value
+    click(shown, "Apply settings")
+    assert field.text.value == typed and why in field._reason.value and "not sent" in shown._note.value
+    assert not (folder / runfolder.CONTROL).exists()
+    field.text.value = "8"  # as it was
+    assert field._reason.value == ""
+    click(shown, "Apply settings")
+    assert control(folder) == {"training.accum_steps": 2}
+
+
+@pytest.mark.parametrize("typed", ["0", "-1e-3", "nan", "inf", "1e999", "1e-3x", ""])
+def test_a_learning_rate_is_a_positive_number(folder, typed):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    shown._fields["optimizer.lr"].text.value = typed
+    click(shown, "Apply settings")
+    assert "wrong" in shown._fields["optimizer.lr"]._reason.value and not (folder / runfolder.CONTROL).exists()
+
+
+def test_a_bold_learning_rate_asks_first(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    running = shown.asking.config.optimizer.lr
+    shown._fields["optimizer.lr"].text.value = f"{49 * running:g}"
+    click(shown, "Apply settings")
+    assert control(folder) == {"optimizer.lr": pytest.approx(49 * running)}
+    answer(folder, 1, {})
+    shown.refresh()
+    shown._fields["optimizer.lr"].text.value = f"{50 * running:g}"
+    for said, revision in (("No", 1), ("Yes", 2)):
+        click(shown, "Apply settings")
+        assert "50 times" in shown._note.value and shown._confirm.layout.visibility == "visible"
+        assert runfolder.read_control(folder).revision == 1, "nothing is sent before the answer"
+        click(shown, said)
+        assert shown._confirm.layout.visibility == "hidden" and runfolder.read_control(folder).revision == revision
+    assert control(folder) == {"optimizer.lr": pytest.approx(50 * running)}
+
+
+def test_a_cold_flip_asks_first(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    shown._toggles["fsdp2"].value = True
+    assert "start again" in shown._note.value and not shown._toggles["fsdp2"].value, "it shows what is"
+    click(shown, "No")
+    assert not (folder / runfolder.CONTROL).exists()
+    shown._toggles["fsdp2"].value = True
+    click(shown, "Yes")
+    assert control(folder) == {"training.use_fsdp2": True} and shown._toggles["fsdp2"].value
+    click(shown, "Back to baseline")  # cold too
+    assert "start again" in shown._note.value and runfolder.read_control(folder).revision == 1
+    shown._toggles["loss_frequency"].value = True  # another click instead of an answer
+    assert shown._question is None and runfolder.read_control(folder).revision == 2
 
 
 def test_back_to_baseline_drops_every_change(folder):
@@ -145,26 +216,32 @@ def test_back_to_baseline_drops_every_change(folder):
     shown._toggles["activation_checkpointing"].value = True
     answer(folder, 1, CHECKPOINTING, **SWITCHED)
     shown.refresh()
-    next(button for button in shown._askers if button.description == "Back to baseline").click()
+    click(shown, "Back to baseline")
     assert control(folder) == {} and runfolder.read_control(folder).revision == 2
     assert "off, requested; now on since step 21" in shown._cards["activation_checkpointing"].value
 
 
 @pytest.mark.parametrize("name", requests.PRESETS[1:])
 @pytest.mark.parametrize("hardware", ["cpu", "cuda"])
-def test_every_preset_can_be_asked_of_a_run(folder, name, hardware):
+def test_every_preset_that_the_machine_can_run_can_be_asked_of_a_run(folder, name, hardware):
     if hardware == "cuda":
-        runfolder.update_manifest(folder, hardware=CUDA)
+        runfolder.update_manifest(folder, hardware={**CUDA, "num_devices": 2})
     shown = Panel(handle.Run.attach(folder))
+    offered = name in shown._preset.options
+    assert offered == (not name.startswith("4gpu" if hardware == "cuda" else ("2gpu", "4gpu")))
+    if not offered:
+        return
     shown._preset.value = name
-    shown._send_preset()
+    click(shown, "Apply preset")
+    if shown._question:  # it takes a relaunch
+        click(shown, "Yes")
     assert shown._awaited == (1, name)
     reached = shown.asking.configs()[1]
     assert runfolder.read_control(folder).revision == 1 and reached.data.datasets == shown.asking.config.data.datasets
     if name == "conservative":
         assert reached.training.compile and reached.training.amp_dtype == "bfloat16"
         assert reached.training.cpu_offload_optimizer == (hardware == "cuda")
-        assert ("left out optimizer offload" in shown._said) == (hardware == "cpu")
+        assert ("left out optimizer offload" in shown._note.value) == (hardware == "cpu")
 
 
 def test_clicks_from_many_threads_during_redraws_all_arrive(folder):
@@ -198,14 +275,17 @@ def test_a_run_that_has_ended_is_shown_and_cannot_be_asked(folder, status):
     shown.refresh()
     assert status in shown._head.value and (cause or "") in shown._head.value
     assert "<svg" in shown._plots.value
-    everything = [*shown._toggles.values(), *shown._actions.values(), *shown._fields.values(), *shown._askers]
+    everything = [*shown._toggles.values(), *shown._actions.values(), *shown._askers]
+    everything += [field.text for field in shown._fields.values()]
     assert all(widget.disabled for widget in everything)
 
 
 def test_buttons_write_their_commands(folder):
     shown = Panel(handle.Run.attach(folder))
     shown.refresh()
-    shown._actions["Stop"].click()
+    click(shown, "Stop")
+    assert "Stop" in shown._note.value and not (folder / runfolder.CONTROL).exists(), "it asks first"
+    click(shown, "Yes")
     assert runfolder.read_control(folder).command == runfolder.STOP
 
 
@@ -215,8 +295,10 @@ def test_price_is_of_the_time_since_launch(folder, monkeypatch):
     now = shown.history.launched + 7200
     monkeypatch.setattr(history, "time", SimpleNamespace(time=lambda: now))
     assert "$" not in shown._head.value
-    shown._price.value = 2.5
+    shown._price.text.value = "2.5"
     assert "<b>$5.00" in shown._head.value
+    shown._price.text.value = "-3"
+    assert "$" not in shown._head.value and "0 or more" in shown._price._reason.value
 
 
 def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser):
@@ -237,9 +319,9 @@ def test_headless_watch_prints_lines_until_the_run_ends(folder, capsys, monkeypa
     for name in handle.INTERACTIVE:
         monkeypatch.delenv(name, raising=False)
     shown = Panel(handle.Run.attach(folder))
-    assert shown.watch(0) == "running" and "step 1" in capsys.readouterr().out
+    assert asyncio.run(shown.watch(0)) == "running" and "step 1" in capsys.readouterr().out
     runfolder.update_manifest(folder, status="finished")
-    assert shown.watch() == "finished"
+    assert asyncio.run(shown.watch()) == "finished"
 
 
 def test_replies_to_clicks_are_not_tied_to_the_thread_that_made_the_widgets(folder):
@@ -295,4 +377,4 @@ def test_an_old_kernel_that_is_busy_handles_clicks_and_keeps_the_cells():
     assert handled == ["busy", {"for": "comm_msg"}, "idle"] and later == ["execute_request", "kernel_info_request"]
     assert parents[-1] == "the running cell"
     theirs.close(0), ours.close(0), context.term()
-    assert busy_kernel.serve_clicks(None) == 0
+    assert busy_kernel.is_old(kernel) and not busy_kernel.is_old(None)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 
-def serve_clicks(kernel) -> int:
-    """Handle the widgets' messages that wait at a busy kernel; cells and the rest keep their order for afterwards.
+def is_old(kernel) -> bool:
+    """Whether widgets' messages wait for the running cell; newer kernels handle them while it awaits."""
+    return hasattr(kernel, "msg_queue") and not getattr(kernel, "_supports_kernel_subshells", False)
 
-    Call from the main thread. Newer kernels hand widgets' messages to threads of their own; there nothing is done.
+
+def serve_clicks(kernel) -> int:
+    """Handle the widgets' messages that wait at an old kernel; cells and the rest keep their order for afterwards.
+
+    Call from the main thread.
 
     Returns:
         Messages that were handled.
     """
-    if kernel is None or getattr(kernel, "_supports_kernel_subshells", False) or not hasattr(kernel, "msg_queue"):
-        return 0
     socket, session, handled = kernel.shell_stream.socket, kernel.session, 0
     parent, ident = kernel.get_parent("shell"), kernel._parent_ident["shell"]
     while socket.poll(0):

@@ -27,10 +27,13 @@ font-weight:600;color:var(--ink)}
 outline:2px solid var(--jp-brand-color1,#0072B2)!important;outline-offset:1px}
 .ups-panel{max-width:1500px;overflow:hidden;padding:6px 10px 10px!important}
 .ups-panel .widget-label{color:var(--jp-ui-font-color1,currentColor)}
-.ups-fields{align-items:end;padding:2px 0 6px}
-.ups-fields>.widget-inline-hbox{flex-direction:column;align-items:stretch;width:auto;height:auto}
-.ups-fields>.widget-inline-hbox .widget-label{width:auto!important;text-align:left;line-height:18px;height:18px}
-.ups-fields>.widget-inline-hbox input{width:100%;flex:none;height:28px}
+.ups-notice{height:44px;margin:4px 0!important;overflow:auto;align-items:center}.ups-notice>.widget-html{flex:1 1 0}
+.ups-fields{align-items:start;padding:2px 0 6px}.ups-fields>button{margin-top:20px}
+.ups-field>.widget-text{flex-direction:column;align-items:stretch;width:auto;height:auto}
+.ups-field>.widget-text .widget-label{width:auto!important;text-align:left;line-height:18px;height:18px}
+.ups-field>.widget-text input{width:100%;flex:none;height:28px}
+.ups-field .widget-html{height:30px;overflow:hidden}.ups-reason{line-height:15px;color:var(--dim)}
+.ups-reason.wrong{color:#D55E00;font-weight:600}
 </style>"""
 NUMBER = ' class="num"'
 SYMBOLS = {"starting": "\u25cc", "running": "\u25b6", "stopping": "\u25a0", "finished": "\u2713", "failed": "\u2717",
@@ -65,7 +68,8 @@ def header(history: History, name: str, status: str, cause: str | None, epochs: 
     percent = 100 * share
     parts = [
         f'<div class="ups"><div class="ups-head"><h4>{escape(name)}</h4>'
-        f'<span class="ups-pill">{SYMBOLS.get(shown, "")} {escape(shown)}</span>' + "".join(f"<span>{fact}</span>" for fact in facts),
+        f'<span class="ups-pill">{SYMBOLS.get(shown, "")} {escape(shown)}</span>',
+        *(f"<span>{fact}</span>" for fact in facts),
         f'</div><div class="ups-bar" role="progressbar" aria-valuenow="{percent:.0f}" aria-valuemin="0" '
         f'aria-valuemax="100" aria-label="share of training done"><div style="width:{percent:.2f}%"></div></div>',
     ]
@@ -146,3 +150,9 @@ def note(text: str, calm: bool = True) -> str:
     """A sentence that stands out; empty for no text."""
     kind = "ups-note calm" if calm else "ups-note"
     return f'<div class="ups" aria-live="polite"><div class="{kind}">{escape(text)}</div></div>' if text else ""
+
+
+def reason(text: str, wrong: bool) -> str:
+    """What stands below a field, in full where the pointer rests on it; empty for no text."""
+    kind = ' class="ups ups-reason wrong" role="alert"' if wrong else ' class="ups ups-reason"'
+    return f'<div{kind} title="{escape(text)}">{escape(text)}</div>' if text else ""

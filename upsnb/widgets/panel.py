@@ -6,7 +6,7 @@ only writes control.json. Works with ipywidgets 7.7 and 8, and with callbacks on
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import threading
 import time
 
@@ -16,15 +16,16 @@ from IPython.display import display
 
 from upsnb import phases
 from upsnb.config import RunConfig, setting
-from upsnb.errors import ConfigError, UpsError
+from upsnb.errors import ConfigError, Problem, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run, is_headless
 from upsnb.widgets import charts, html, snapshot
-from upsnb.widgets.busy_kernel import serve_clicks
+from upsnb.widgets.busy_kernel import is_old, serve_clicks
+from upsnb.widgets.fields import Field
 from upsnb.widgets.history import History, plain
 from upsnb.widgets.progress import Progress
-from upsnb.widgets.requests import AS_STARTED, PRESETS, PanelRequests
+from upsnb.widgets.requests import AS_STARTED, PanelRequests, number
 
 INTERVAL_S = 0.5  # between two redraws
 CONTROLS = {  # setting: its short name and what is shown when the pointer rests on it
@@ -35,10 +36,11 @@ CONTROLS = {  # setting: its short name and what is shown when the pointer rests
     "training.query_sampling.num_queries": ("queries", "points compared per sample; 0: the whole grid"),
     "training.num_workers": ("workers", "processes that read ahead"),
 }
+BOLD_LR = 50.0  # times the running learning rate: so much is more often a slip than a wish
 
 
 class Panel:
-    """The panel of one run: `Panel(run).start()`, or `.watch()` where updates from threads are not shown."""
+    """The panel of one run: `Panel(run).start()`, and `await panel.watch()` where a cell waits for the run's end."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -50,15 +52,18 @@ class Panel:
         self._shown_for = None  # (applied, desired) configs that the switches show
         self._awaited: tuple[int, str] | None = None  # revision of the last request, and what it asked for
         self._said = ""  # what a button had to say beyond that
+        self._question = None  # what is to be confirmed, and what is done then
         self._problems: dict[str, str] = {}  # phase: why its last click was not sent
-        self._edited: set[str] = set()  # controls that a person has changed and not sent
         self._closing, self._thread, self._handle = threading.Event(), None, None
         self._build()
 
     # -- showing -----------------------------------------------------------------------------------------------------
 
-    def start(self) -> Panel | None:
-        """Show the panel here and keep it up to date from a thread until the run has ended; returns at once."""
+    def start(self) -> None:
+        """Show the panel here and keep it up to date from a thread until the run has ended; returns at once.
+
+        The kernel stays free, so a page that is reloaded finds the panel again, and other cells can run meanwhile.
+        """
         if is_headless():
             return
         self._show()
@@ -67,18 +72,18 @@ class Panel:
             self._thread = threading.Thread(target=self._keep_up, name="panel", daemon=True)
             self._thread.start()
 
-    def watch(self, seconds: float | None = None) -> str:
-        """Keep the panel up to date from this cell; returns the run's status.
+    async def watch(self, seconds: float | None = None) -> str:
+        """Keep the panel up to date while this cell waits, and close it when the run has ended; the run's status.
 
-        When the run has ended the panel closes. Headless, it prints a line now and then and leaves the still figure.
-        An interrupt ends the watching, not the run.
+        The kernel goes on answering widgets, reloaded pages included. Headless, it prints a line now and then and
+        leaves the still figure. An interrupt ends the watching, not the run.
 
         Args:
             seconds: stop watching after so long; empty: until the run has ended.
         """
-        headless = is_headless()
+        headless, kernel = is_headless(), getattr(get_ipython(), "kernel", None)
         log = Progress() if headless else None
-        if not headless:
+        if not headless and self._handle is None:
             self._show()
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -92,9 +97,11 @@ class Panel:
                 return self.status
             pause = time.monotonic() + INTERVAL_S
             while time.monotonic() < pause and self.run.status() in runfolder.ALIVE:
-                if not headless:
-                    serve_clicks(getattr(get_ipython(), "kernel", None))
-                time.sleep(0.05)
+                if not headless and is_old(kernel):
+                    serve_clicks(kernel)
+                    time.sleep(0.05)  # its loop must not run: it would queue the clicks behind this cell
+                else:
+                    await asyncio.sleep(0.05)
 
     def close(self) -> None:
         """Stop updating and leave a still figure in the panel's place; the run goes on. Closing twice is harmless."""
@@ -111,7 +118,8 @@ class Panel:
                 handle.update(figure)
             elif get_ipython() is not None:
                 display(figure)
-            for widget in self._widgets():
+            # A page that was reloaded cannot be given the figure, and goes on showing the widgets of an ended run.
+            for widget in self._widgets() if self.status in runfolder.ALIVE else ():
                 widget.close()
 
     def figure(self):
@@ -153,28 +161,31 @@ class Panel:
         ladder, extra = (self._grid([self._switch(phase) for phase in group]) for group in (PHASES, EXTRAS))
         self._fields = {path: self._field(path, *texts) for path, texts in CONTROLS.items()}
         actions = {
-            "Pause": ("keep everything in memory and wait", lambda: self.run.pause()),
-            "Resume": ("go on", lambda: self.run.resume()),
-            "Checkpoint now": ("save the state after this step", lambda: self.run.checkpoint()),
-            "Stop": ("finish the step, save, evaluate and end", lambda: self.run.stop()),
+            "Pause": ("keep everything in memory and wait", self.run.pause),
+            "Resume": ("go on", self.run.resume),
+            "Checkpoint now": ("save the state after this step", self.run.checkpoint),
+            "Stop": ("finish the step, save, evaluate and end", self._stop),
         }
         self._actions = {name: self._button(name, *action) for name, action in actions.items()}
-        self._send = self._button("Apply settings", "ask for the numbers beside at once", self._send_fields)
-        self._preset = widgets.Dropdown(options=PRESETS, layout=widgets.Layout(width="150px")).add_class("ups-preset")
+        send = self._button("Apply settings", "ask for the numbers beside, if all of them are right", self._send_fields)
+        self._preset = widgets.Dropdown(
+            options=self.asking.presets(), layout=widgets.Layout(width="150px"),
+        ).add_class("ups-preset")  # fmt: skip
         use = self._button("Apply preset", "ask for the preset's settings at once", self._send_preset)
         back = self._button("Back to baseline", "drop every change: the config the run was started with", self._back)
-        self._askers = [self._send, use, back]
-        self._price = widgets.BoundedFloatText(
-            value=0.0, min=0.0, max=1e4, description="$ per hour", style={"description_width": "75px"},
-            layout=widgets.Layout(width="170px"),
-        )  # fmt: skip
+        self._askers = [send, use, back]
+        self._price = Field("$ per hour", "what the machine costs", self._dollars, "")
+        self._yes = self._button("Yes", "do it", None)
+        self._yes.on_click(lambda _: self._question and self._try(self._question[1]))
+        self._confirm = widgets.HBox([self._yes, self._button("No", "leave everything as it is", lambda: None)])
+        self._notice = widgets.HBox([self._note, self._confirm]).add_class("ups-notice")
         self._axis = widgets.ToggleButtons(
             options=["step", "time"], tooltips=["over optimizer steps", "over seconds of training"],
             style={"button_width": "70px"}, layout=widgets.Layout(width="auto"),
         )  # fmt: skip
         wide = widgets.Layout(width="130px")
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
-        for chosen in (self._axis, self._terms, self._price):
+        for chosen in (self._axis, self._terms, self._price.text):
             chosen.observe(lambda change: self.refresh(), "value")
         more = widgets.ToggleButton(description="more switches", tooltip="beside the published ladder", layout=wide)
         extra.layout.display = "none"  # by a button: an accordion cannot be opened from the keyboard
@@ -184,12 +195,13 @@ class Panel:
             [
                 widgets.HTML(charts.STYLE + html.STYLE, layout=widgets.Layout(display="none")),
                 self._head,
-                widgets.HBox([*self._actions.values(), self._preset, use, back, self._price], layout=row),
-                self._note,
+                widgets.HBox([*self._actions.values(), self._preset, use, back], layout=row),
+                self._notice,
                 ladder,
                 more,
                 extra,
-                self._grid([*self._fields.values(), self._send], 140).add_class("ups-fields"),
+                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 140)
+                .add_class("ups-fields"),
                 widgets.HBox([self._axis, self._terms], layout=row),
                 self._plots,
                 self._table,
@@ -209,21 +221,20 @@ class Panel:
         self._toggles[phase.name], self._cards[phase.name] = toggle, widgets.HTML()
         return widgets.VBox([toggle, self._cards[phase.name]])
 
-    def _field(self, path: str, name: str, tooltip: str):
-        kind = widgets.BoundedFloatText if path == "optimizer.lr" else widgets.BoundedIntText
-        least = 1 if path.endswith(("batch_size", "accum_steps", "frequency")) else 0
-        field = kind(
-            min=least, max=10**6, step=1e-4 if path == "optimizer.lr" else 1, description=name,
-            style={"description_width": "initial"}, layout=widgets.Layout(width="auto"),
-        )  # fmt: skip
-        with contextlib.suppress(Exception):  # called description_tooltip before ipywidgets 8
-            field.description_tooltip = tooltip
-        field.observe(lambda change: self._ours or self._edited.add(path), "value")
-        return field
+    def _field(self, path: str, name: str, tooltip: str) -> Field:
+        return Field(name, tooltip, lambda text: self.asking.value(path, text))
+
+    @staticmethod
+    def _dollars(text: str) -> float:
+        price = number("price", text.strip() or "0")
+        if price < 0:
+            raise ConfigError([Problem("price", f"got {text!r}", "write 0 or more")])
+        return price
 
     def _button(self, name: str, tooltip: str, act) -> widgets.Button:
         button = widgets.Button(description=name, tooltip=tooltip, layout=widgets.Layout(width="auto"))
-        button.on_click(lambda _: self._try(act))
+        if act is not None:
+            button.on_click(lambda _: self._try(act))
         return button
 
     def _widgets(self, top=None):
@@ -235,54 +246,79 @@ class Panel:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def _try(self, act) -> None:
-        """Do what a button says; problems become sentences below the buttons."""
+        """Do what a button says; problems become sentences below the buttons, and what was asked before is dropped."""
         with self._lock:
             try:
-                self._said, self._awaited = "", None
+                self._said, self._awaited, self._question = "", None, None
                 self._problems.clear()
                 act()
             except (UpsError, OSError) as error:
                 self._said = "not sent: " + "; ".join(map(str, getattr(error, "problems", [error])))
+            self._shown_for = None  # a toggle shows what was clicked; now it shows what is
             self.refresh()
 
     def _clicked(self, phase: Phase, on: bool) -> None:
-        with self._lock:
-            if self._ours:
-                return
+        def flip():
             try:
-                what = f"{phases.label(phase.name)} {'on' if on else 'off'}"
-                self._said, self._awaited = "", (self.asking.flip(phase, on), what)
-                self._problems.clear()
+                self._request(f"{phases.label(phase.name)} {'on' if on else 'off'}", self.asking.flip(phase, on))
             except ConfigError as error:
                 self._problems[phase.name] = "not sent: " + "; ".join(map(str, error.problems))
-            self._shown_for = None  # the toggle shows what was clicked; now it shows what is
-            self.refresh()
+
+        with self._lock:
+            if not self._ours:
+                self._try(flip)
+
+    def _dollars_per_h(self) -> float:
+        try:
+            return self._price.read()
+        except ConfigError:  # the field says why
+            return 0.0
+
+    def _request(self, what: str, overlay: dict | None, said: str = "") -> None:
+        """Ask for settings, or with None for those of the start; first ask the person if that takes a relaunch."""
+
+        def send():
+            self._said = said
+            self._awaited = self.run.back_to_start() if overlay is None else self.run.update(overlay), what
+
+        if self.asking.is_cold(overlay):
+            return self._ask(f"{what}: all processes save, end and start again. Do it?", send)
+        send()
+
+    def _ask(self, question: str, act) -> None:
+        """Do nothing yet: the notice line asks, with two buttons."""
+        self._question = question, act
+
+    def _stop(self) -> None:
+        self._ask("Stop: the run finishes its step, saves, evaluates and ends. Do it?", self.run.stop)
 
     def _send_fields(self) -> None:
-        overlay = {path: self._read(path) for path in CONTROLS if path in self._edited}
-        if overlay:
-            self._await(
-                self.run.update(overlay), ", ".join(f"{CONTROLS[path][0]} {plain(overlay[path])}" for path in overlay)
-            )
+        edited = {path: field for path, field in self._fields.items() if field.is_edited}
+        overlay = {path: field.read() for path, field in edited.items()}  # all are right, or nothing is sent
+        if not overlay:
+            return
 
-    def _read(self, path: str):
-        value = self._fields[path].value
-        return None if path.endswith("num_queries") and value == 0 else value
+        def send():
+            self._request(", ".join(f"{CONTROLS[path][0]} {plain(overlay[path])}" for path in overlay), overlay)
+            for field in edited.values():
+                field.accept()
+
+        rate, running = overlay.get("optimizer.lr", 0.0), self.asking.configs()[0].optimizer.lr
+        if rate >= BOLD_LR * running:
+            much = f"{rate / running:,.0f} times the running {running:g}"
+            return self._ask(f"learning rate {rate:g}: {much}. Do it?", send)
+        send()
 
     def _send_preset(self) -> None:
         name = self._preset.value
         if name == AS_STARTED:
             return self._back()
         asked, left_out = self.asking.preset(name)
-        self._await(self.run.update(asked), name)
-        self._said = "; ".join(f"left out {phases.label(phase)}: {reason}" for phase, reason in left_out.items())
+        left_out = "; ".join(f"left out {phases.label(phase)}: {reason}" for phase, reason in left_out.items())
+        self._request(name, asked, left_out)
 
     def _back(self) -> None:
-        self._await(self.run.back_to_start(), "the config the run was started with")
-
-    def _await(self, revision: int, what: str) -> None:
-        self._awaited = revision, what
-        self._edited.clear()
+        self._request("the config the run was started with", None)
 
     # -- keeping up --------------------------------------------------------------------------------------------------
 
@@ -304,9 +340,11 @@ class Panel:
 
     def _draw(self) -> None:
         name, epochs = self.run.folder.name, self.asking.config.stages.operator.epochs
-        self._head.value = html.header(self.history, name, self.status, self.cause, epochs, self._price.value)
+        self._head.value = html.header(self.history, name, self.status, self.cause, epochs, self._dollars_per_h())
         answer = self.history.answer(*self._awaited) if self._awaited else ""
-        self._note.value = html.note(answer) + html.note(self._said, calm=False)
+        question = self._question[0] if self._question else ""
+        self._note.value = html.note(question, calm=False) or html.note(answer) + html.note(self._said, calm=False)
+        self._confirm.layout.visibility = "visible" if question else "hidden"
         self._plots.value = charts.svg(self.history, self._axis.value, self._terms.value)
         claims = {phase.name: phase.expected.factor for phase in PHASES if phase.expected}
         self._table.value = html.flips(self.history, claims)
@@ -341,6 +379,5 @@ class Panel:
 
     def _draw_fields(self, desired: RunConfig, alive: bool) -> None:
         for path, field in self._fields.items():
-            field.disabled = not alive
-            if path not in self._edited:
-                field.value = setting(desired, path) or 0
+            field.text.disabled = not alive
+            field.show(plain(setting(desired, path) or 0))

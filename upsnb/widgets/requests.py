@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from upsnb import hardware as machines
 from upsnb import overlays, phases
-from upsnb.config import RunConfig
+from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError, Problem
 from upsnb.phases import Phase
 from upsnb.runs import runfolder
@@ -60,16 +63,35 @@ class PanelRequests:
             self._known = {**dict(list(self._known.items())[-3:]), key: known}
         return self._known[key]
 
-    def flip(self, phase: Phase, on: bool) -> int:
-        """Ask for a phase to be switched.
+    def flip(self, phase: Phase, on: bool) -> dict:
+        """What switching a phase asks of the run.
 
         Raises:
-            ConfigError: it cannot run on this machine, or contradicts other settings; nothing was written.
+            ConfigError: it cannot run on this machine, or contradicts other settings.
         """
         problems = phases.unmet(phase, self.configs()[1], self.hardware) if on else []
         if problems:
             raise ConfigError(problems, phase.name)
-        return self.run.flip(phase.name, on)
+        return phase.on if on else phases.off_overlay(phase, self.config)
+
+    def is_cold(self, overlay: dict | None) -> bool:
+        """Whether a request takes a relaunch; None is the one for what the run was started with."""
+        desired = self.configs()[1]
+        wanted = self.config if overlay is None else overlays.apply(desired, overlay)
+        return any(map(phases.is_cold, overlays.difference(desired, wanted)))
+
+    def value(self, path: str, text: str):
+        """What somebody typed as a setting's value; nothing, or 0, empties one that may be empty.
+
+        Raises:
+            ConfigError: it is no number, none that the setting takes, or it contradicts others.
+        """
+        whole, text = not isinstance(setting(RunConfig(), path), float), text.strip()
+        if overlays.may_be_empty(path) and text in ("", "0"):
+            return None
+        value = number(path, text, whole)
+        overlays.apply(self.configs()[1], {path: value}, path)
+        return value
 
     def obstacle(self, phase: Phase, desired: RunConfig) -> Obstacle | None:
         """What stands against switching a phase on; None where nothing does."""
@@ -82,6 +104,19 @@ class PanelRequests:
             return Obstacle("conflicts with another setting", problems, final=False)
         return Obstacle("cannot run here", problems, final=True)
 
+    def presets(self) -> list[str]:
+        """Those that this machine can run, without what they leave out themselves where it is missing."""
+        return [name for name in PRESETS if name in (AS_STARTED, BASELINE) or self._can_run(name)]
+
+    def _can_run(self, name: str) -> bool:
+        try:
+            config = overlays.load(_file(name))
+        except ConfigError:  # a kernel that stands elsewhere
+            return False
+        if config.training.on_missing == "skip":
+            config, _ = phases.skip_missing(config, self.hardware)
+        return not machines.problems(config, self.hardware)
+
     def preset(self, name: str) -> tuple[dict, dict[str, str]]:
         """What a preset asks of this run: the settings that may change in it.
 
@@ -91,9 +126,26 @@ class PanelRequests:
         if name == BASELINE:
             asked = phases.baseline_overlay(self.config)
         else:
-            path = runfolder.project_root() / "params" / f"{name}.yaml"
-            asked = phases.switchable(overlays.read(path))
+            asked = phases.switchable(overlays.read(_file(name)))
         wanted = overlays.apply(self.config, asked, name)
         reached, left_out = phases.skip_missing(wanted, self.hardware, self.config)
         back = overlays.difference(wanted, reached)  # settings of phases that stay out
         return {**asked, **back}, left_out
+
+
+def _file(name: str) -> Path:
+    return runfolder.project_root() / "params" / f"{name}.yaml"
+
+
+def number(name: str, text: str, whole: bool = False):
+    """A text as a number, and as nothing else.
+
+    Raises:
+        ConfigError: it is none, or infinite, or not whole.
+    """
+    with contextlib.suppress(ValueError, OverflowError):
+        value = int(text) if whole else float(text)
+        if math.isfinite(value):
+            return value
+    remedy = "write a whole number" if whole else "write a number such as 0.001 or 1e-3"
+    raise ConfigError([Problem(name, f"got {text!r}", remedy)], name)
