@@ -4,14 +4,17 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from upsnb import overlays
 from upsnb.errors import ConfigError
 from upsnb.runs import handle, runfolder
+from upsnb.runs.events import last_events
 from upsnb.runs.postmortem import Ending
 from upsnb.runs.runfolder import Launch
 from upsnb.runs.supervisor import Supervisor
 from upsnb.runs.throughput import throughput_ratio
+from upsnb.training import checkpoint
 from upsnb.training.parallel import Ranks
 from upsnb.worker import flips, loop
 from upsnb.worker.flips import Flips, rates, steady_steps_before
@@ -89,6 +92,25 @@ def test_an_asked_checkpoint_is_saved_once_and_is_no_flip(tiny_config, tmp_path,
     asked = [event for event in kinds(events, "checkpoint") if event["revision"]]
     assert [(event["step"], event["revision"]) for event in asked] == [(4, 1)]
     assert not kinds(events, "flip")
+
+
+def test_back_to_best_brings_the_best_weights_back_and_training_goes_on(tiny_config, tmp_path, train_here):
+    def at_step(step):
+        found = last_events(tmp_path, ("eval",))
+        if runfolder.read_control(tmp_path).revision == 0 and step == 2:
+            runfolder.write_control(tmp_path, None, "restore")  # too early
+        if runfolder.read_control(tmp_path).revision == 1 and found and step == found["eval"]["step"] + 3:
+            # The same boundary makes every later step too small to be seen.
+            runfolder.write_control(tmp_path, {"optimizer.lr": 1e-30}, "restore")
+
+    events = train_here(tiny_config(**{"stages.operator.epochs": 2}), tmp_path, at_step)
+    early, restored = kinds(events, "restored")
+    assert not early["applied"] and "no validation" in early["reason"]
+    best = kinds(events, "eval")[0]["step"]
+    assert restored["applied"] and (restored["step"], restored["from_step"]) == (best + 4, best)
+    assert kinds(events, "step")[-1]["step"] > best + 4
+    kept, last = (checkpoint.load(tmp_path, which)["setup"]["model"] for which in ("best", "latest"))
+    assert all(torch.equal(kept[name], last[name]) for name in kept)
 
 
 def test_requests_between_two_boundaries_are_all_obeyed(tiny_config, tmp_path, train_here):

@@ -135,6 +135,13 @@ class Run:
         """Ask for a checkpoint at the next step boundary; its `checkpoint` event names the revision returned here."""
         return runfolder.write_control(self.folder, None, runfolder.CHECKPOINT).revision
 
+    def back_to_best(self) -> int:
+        """Ask for the best checkpoint's weights; the `restored` event that names the revision says what came of it.
+
+        The optimizer's state comes with them. Settings, clock and place in the data stay as they are.
+        """
+        return runfolder.write_control(self.folder, None, runfolder.RESTORE).revision
+
     def profile(self) -> int:
         """Ask all ranks to profile their next steps; the `profile` event names the revision returned here.
 

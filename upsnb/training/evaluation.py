@@ -210,3 +210,8 @@ def save_examples(
         for axis, values in zip("xyz", dataset.source.coordinates, strict=False):
             arrays[f"{name}/{axis}"] = values
     np.savez_compressed(path, **arrays)
+
+
+def headline(result: dict) -> float:
+    """The one number a dataset is judged by: rollout nRMSE where there is a rollout."""
+    return result.get("rollout_nrmse_mean", result["nrmse_mean"])

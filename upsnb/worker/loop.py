@@ -285,6 +285,10 @@ class Loop:
                 return self._go_on("stopped")
             if requested.checkpoint:
                 self._save(revision=requested.checkpoint)
+            if requested.restore:
+                self.saver.wait()  # the best may be on its way to the disk
+                self.requests.restore(step, requested.restore)
+                self.clock.interrupt()
             if requested.settings and self._flip(requested.settings) == RELAUNCH:
                 return self._go_on(RELAUNCH)
             if not requested.pause:
@@ -368,8 +372,8 @@ class Loop:
         self.log.add(known, loss, terms, norm, self.samples_per_step)
         if self.clock.first_step is not None and not self.announced_first:
             self.announced_first = True
-            since_launch_s = self.clock.first_done - self.launched
-            self.events.write("first_step", self.clock.first_step, since_launch_s=round(since_launch_s, 3))
+            since_launch_s = round(self.clock.first_done - self.launched, 3)
+            self.events.write("first_step", self.clock.first_step, since_launch_s=since_launch_s)
 
     # -- validation and checkpoints ----------------------------------------------------------------------------------
 
@@ -383,8 +387,7 @@ class Loop:
         if fraction != position.validated_fraction:  # other samples, other errors: none of them can be beaten
             position.validated_fraction, position.best, position.waited = fraction, math.inf, 0
             self.setup.plateau.forget()
-        results = self._evaluate("validation", fraction=fraction)
-        scores = {name: _headline(result) for name, result in results.items()}
+        scores = {name: evaluation.headline(of) for name, of in self._evaluate("validation", fraction=fraction).items()}
         score = float(np.mean(list(scores.values())))
         improved = score < position.best
         position.waited = 0 if improved else position.waited + 1
@@ -469,7 +472,7 @@ class Loop:
         self._save(last=True)
         config, setup, reported = self.config, self.setup, "last"
         if config.evaluation.checkpoint == "best" and self.position.best_step not in (-1, self.position.step):
-            state = checkpoint.load(self.folder, "best", ranks=self.ranks, allocate=checkpoint.room_for(setup.model))
+            state = self.requests.load_best()
             setup.load_state_dict(state["setup"])
             reported = f"best, step {state['step']}"
         results = self._evaluate(config.evaluation.split, self.folder / runfolder.EXAMPLES)
@@ -493,8 +496,3 @@ class Loop:
                 peak_memory_gib=[round(value, 4) for value in memory],
                 memory_kind="CUDA allocator, peak" if self.ranks.device.type == "cuda" else "resident set, peak",
             )
-
-
-def _headline(result: dict) -> float:
-    """The one number a dataset is judged by: rollout nRMSE where there is a rollout."""
-    return result.get("rollout_nrmse_mean", result["nrmse_mean"])

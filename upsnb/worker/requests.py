@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 import torch
 
+from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.spans import outside_step
-from upsnb.training import parallel
+from upsnb.training import checkpoint, parallel
 from upsnb.training.parallel import Ranks
 from upsnb.worker.flips import Flips
 
 POLL_S = 0.1  # between two looks at control.json while all ranks wait
-REVISIONS = (runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.SETTINGS, runfolder.PAUSE)
+REVISIONS = (runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.RESTORE, runfolder.SETTINGS, runfolder.PAUSE)
 
 
 class Requested(NamedTuple):
@@ -27,6 +28,7 @@ class Requested(NamedTuple):
     stop: bool
     checkpoint: int
     profile: int
+    restore: int
     settings: int
     pause: int
 
@@ -39,9 +41,9 @@ class Requests:
         self.overlay: dict | None = None  # the settings asked for, as read with the last revisions; on rank 0
         self.paused_since: float | None = None
         self._is_first = True  # no step was begun in this launch
-        self._saved, self._profiled = (
+        self._saved, self._profiled, self._restored = (
             max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
-            for kind in ("checkpoint", "profile")
+            for kind in ("checkpoint", "profile", "restored")
         )
 
     def ask(self, step: int, progress: float, time_is_up: bool) -> Requested:
@@ -56,15 +58,40 @@ class Requests:
             # After the first step, or where none is to follow: that the ranks are there has to do then.
             if flips.trial and (not self._is_first or control.stop or control.paused or progress >= 1):
                 flips.acknowledge(step)
-            save, profile, settings, pause = (control.asked.get(what, 0) for what in REVISIONS)
+            save, profile, restore, settings, pause = (control.asked.get(what, 0) for what in REVISIONS)
             save *= save > self._saved
             profile *= profile > self._profiled
+            restore *= restore > self._restored
             settings *= settings > flips.revision and not flips.trial  # one flip after the other
             self._saved, self._profiled = max(save, self._saved), max(profile, self._profiled)
+            self._restored = max(restore, self._restored)
             self.overlay, pause = control.overlay, pause * control.paused
-            message[:] = torch.tensor([progress, time_is_up, control.stop, save, profile, settings, pause])
+            message[:] = torch.tensor([progress, time_is_up, control.stop, save, profile, restore, settings, pause])
         progress, time_is_up, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
         return Requested(progress, bool(time_is_up), bool(stop), *map(int, revisions))
+
+    def load_best(self) -> dict | None:
+        """The best checkpoint's state, None where there is none; all ranks enter."""
+        room = checkpoint.room_for(self.flips.setup.model)
+        return checkpoint.load(self.folder, "best", ranks=self.ranks, allocate=room)
+
+    @outside_step
+    def restore(self, step: int, revision: int) -> None:
+        """Go on from the best checkpoint's weights and optimizer state, if there is one; all ranks enter."""
+        setup, state, reason = self.flips.setup, None, None
+        try:
+            state = self.load_best()
+            if state is None:
+                reason = "there is none: no validation has been saved"
+            elif state["position"]["stage"] != setup.stage:
+                state, reason = None, f"it is of the stage {state['position']['stage']}"
+        except RunError as error:
+            reason = str(error)
+        if state:
+            setup.load_state_dict(state["setup"])
+        if self.ranks.rank == 0:
+            told = {"applied": state is not None, "reason": reason, "from_step": state and state["step"]}
+            self.events.write("restored", step, revision=revision, **told)
 
     @outside_step
     def hold(self, step: int, revision: int) -> None:
