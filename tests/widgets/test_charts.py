@@ -10,7 +10,7 @@ import pytest
 
 from upsnb.runs import events
 from upsnb.widgets import charts, html, snapshot
-from upsnb.widgets.history import MOST_BUCKETS, History, Table
+from upsnb.widgets.history import MOST_BUCKETS, History, Table, letter
 
 START = {"kind": "start", "time": 1000.0, "step": 0, "num_ranks": 2, "device": "cpu", "total_steps": 1000}
 START |= {"parameters": 1000, "samples_per_step": 16, "datasets": {"waves": {"pairs": 100}}}
@@ -130,11 +130,50 @@ def long_history(folder, **fields) -> History:
 
 @pytest.mark.parametrize("axis", ["step", "time"])
 @pytest.mark.parametrize("terms", [False, True])
-def test_a_redraw_is_whole_html_of_at_most_30_kilobytes(tmp_path, axis, terms):
+def test_a_redraw_is_whole_html_of_at_most_35_kilobytes(tmp_path, axis, terms):
     text = charts.svg(long_history(tmp_path), axis, terms)
-    assert len(text.encode()) <= 30_000
+    assert len(text.encode()) <= 35_000
     ElementTree.fromstring(text)  # every tag is closed, every attribute quoted
-    assert "nan" not in text and "inf" not in text and text.count("<svg") == 7
+    assert "nan" not in text and "inf" not in text and text.count("<svg") == 8
+
+
+def test_validation_errors_and_the_learning_rate_are_curves(tmp_path):
+    evaluated = {"kind": "eval", "time": 1050.0, "time_s": 25.0, "best": True, "val_nrmse": {"waves": 0.5, "a&b": None}}
+    steps = [step_event(k, learning_rate=1e-3 * k) for k in range(1, 101)]
+    later = {**evaluated, "step": 80, "val_nrmse": {"waves": 0.25, "a&b": 0.1}, "best": False}
+    followed = history(tmp_path, *steps, {**evaluated, "step": 50}, later)
+    (errors,) = [strip for strip in charts.strips(followed) if strip.title == "validation nRMSE"]
+    assert list(errors.x) == [50, 80] and list(charts.strips(followed, "time")[2].x) == [25, 40]
+    assert {curve.name: curve.y.tolist()[1] for curve in errors.curves} == {"a&b": 0.1, "waves": 0.25}
+    (rate,) = [strip for strip in charts.strips(followed) if strip.title == "learning rate"]
+    assert rate.curves[0].y[-1] == pytest.approx(0.1) and "a&amp;b" in charts.svg(followed)
+    assert followed.best_step == 50
+
+
+def test_the_pointer_finds_every_curves_value_at_its_place(tmp_path):
+    text = charts.svg(history(tmp_path, *(step_event(k, loss=float(k)) for k in range(1, 101))))
+    said = re.findall(r'<i data-v="([^"]*)"', text)
+    assert len(said) == charts.COLUMNS
+    for shown in said:
+        step, *values = shown.split("&#10;")
+        loss = next(value for value in values if value.startswith("loss "))
+        assert abs(float(loss.removeprefix("loss ")) - float(step.removeprefix("step "))) <= 1.5
+        assert "2 GiB" in values and "learning rate 0.001" in values
+
+
+def test_who_flips_too_early_is_told_what_a_measurement_needs(tmp_path):
+    followed = history(tmp_path, *(step_event(k) for k in range(1, 11)))
+    assert f"5 of {charts.COMPARABLE} steady steps" in charts.svg(followed)
+    say(tmp_path, *(step_event(k) for k in range(11, 31)))
+    followed.read()
+    assert "steady steps" not in charts.svg(followed)
+    say(tmp_path, flip_event(1, 30))
+    followed.read()
+    assert f"0 of {charts.COMPARABLE} steady steps" in charts.svg(followed), "anew after each change"
+
+
+def test_flips_have_letters():
+    assert [letter(index) for index in (0, 25, 26, 27, 52, 701, 702)] == ["A", "Z", "AA", "AB", "BA", "ZZ", "AAA"]
 
 
 def test_warm_up_and_compile_steps_are_pale_and_left_out_of_the_figure(tmp_path):
@@ -179,7 +218,7 @@ def test_a_flip_is_labelled_with_its_measured_effect_and_interval(tmp_path):
     steps = [step_event(k) for k in range(1, 200)]
     followed = history(tmp_path, *steps, flip_event(1, 100), effect_event(1, 140))
     text = "bf16  ×1.31 [1.27, 1.35], memory −21 %"
-    assert f"1  {text}" in charts.svg(followed)
+    assert f"A  {text}" in charts.svg(followed), "a letter, because numbers are phases"
     assert "×1.31 [1.27, 1.35], memory −21 %" in html.flips(followed, {"bf16": 1.1})
     assert "×1.10" in html.flips(followed, {"bf16": 1.1})
 
@@ -241,7 +280,7 @@ def test_still_figure_has_the_same_strips_and_flips_without_pyplot(tmp_path, mon
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it is an error from here on
     followed = long_history(tmp_path)
     figure = snapshot.figure(followed, "a run")
-    assert len(figure.axes) == len(charts.strips(followed)) == 7
+    assert len(figure.axes) == len(charts.strips(followed)) == 8
     dashed = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert len(dashed) == len(followed.flips) == 12
     assert "×1.31 [1.27, 1.35], memory −21 %" in figure.axes[-1].get_xlabel()

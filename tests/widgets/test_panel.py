@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import re
 import threading
+import time
 from types import SimpleNamespace
 
 import ipywidgets
@@ -287,6 +289,41 @@ def test_buttons_write_their_commands(folder):
     assert "Stop" in shown._note.value and not (folder / runfolder.CONTROL).exists(), "it asks first"
     click(shown, "Yes")
     assert runfolder.read_control(folder).command == runfolder.STOP
+
+
+def test_back_to_best_asks_first_and_says_what_came_of_it(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    assert shown._actions["Back to best"].disabled, "nothing was validated"
+    say(folder, {"kind": "eval", "time": 1.0, "step": 15, "time_s": 7.5, "val_nrmse": {"waves": 0.3}, "best": True})
+    shown.refresh()
+    click(shown, "Back to best")
+    assert "step 15" in shown._note.value and not (folder / runfolder.CONTROL).exists()
+    click(shown, "Yes")
+    assert runfolder.read_control(folder).asked == {"restore": 1} and "requested" in shown._note.value
+    restored = {"kind": "restored", "time": 1.0, "step": 21, "revision": 1, "applied": True, "from_step": 15}
+    say(folder, restored)
+    shown.refresh()
+    assert "back to best: the weights of step 15, at step 21" in shown._note.value
+    say(folder, {**restored, "applied": False, "reason": "it is damaged"})
+    shown.refresh()
+    assert "refused. it is damaged" in shown._note.value
+
+
+def test_while_a_flip_compiles_the_panel_says_so_and_the_countdown_stands(folder):
+    say(folder, {**START, "time_limit_s": 100.0, "step": 20}, step_event(21))
+    shown = Panel(handle.Run.attach(folder))
+    shown._toggles["activation_checkpointing"].value = True
+    assert "compiling" not in shown._head.value + shown._note.value
+    left = re.search(r"[^>]* left", shown._head.value)[0]
+    line = f"pid=1 step=21 beats=22 first=0 time={time.time() - 70} state=compiling\n"
+    (folder / "heartbeat.rank0").write_text(line)
+    shown.refresh()
+    assert re.search(" compiling, 1 min 1[0-9] s<", shown._head.value) and left in shown._head.value
+    assert "activation checkpointing on: compiling, 1 min 1" in shown._note.value
+    (folder / "heartbeat.rank0").write_text(line.replace("compiling", "beating"))
+    shown.refresh()
+    assert "compiling" not in shown._head.value + shown._note.value
 
 
 def test_price_is_of_the_time_since_launch(folder, monkeypatch):

@@ -13,12 +13,14 @@ from html import escape
 import numpy as np
 
 from upsnb.report.style import BLUE, GREEN, ORANGE, PALETTE, PURPLE, SKY, VERMILLION
-from upsnb.widgets.history import Flip, History
+from upsnb.widgets.history import Flip, History, letter
 
 WIDTH = 1000  # of a strip's own coordinates, whole numbers of about a pixel; its height is in pixels
-NARROWEST = 560  # a strip in pixels; labels are placed for this width and have more room in any wider one
+NARROWEST = 440  # a strip in pixels; labels are placed for this width and have more room in any wider one
 LETTER = 6.1  # pixels a letter of a label takes, on the safe side
 LANES, ROW = 6, 18  # most rows of labels above the curves, and the height of one in pixels
+COMPARABLE = 20  # steady steps that an effect is measured from at least, on either side
+COLUMNS = 40  # of the strips' width: what stands below the pointer is said for each
 STILL_COLD = {True: "warming up", False: "no steady step since the last flip"}
 NOT_APPLIED = ' class="no"'
 STYLE = """<style>
@@ -44,6 +46,11 @@ stroke-linecap:round}
 .ups-over u{position:absolute;text-decoration:none;white-space:nowrap;font-size:11px;line-height:16px;padding:0 5px;
 border-radius:3px;pointer-events:auto;background:var(--jp-layout-color2,rgba(128,128,128,.15))}
 .ups-over s{position:absolute;bottom:0;text-decoration:none;color:var(--dim);font-size:11px;white-space:nowrap}
+.ups-hover{grid-column:2/3;position:absolute;inset:0 0 20px;display:flex}.ups-hover i{flex:1;position:relative;
+font-style:normal}.ups-hover i:hover{box-shadow:inset 1px 0 var(--dim)}.ups-hover i:hover:after{content:attr(data-v);
+position:absolute;top:8px;left:100%;z-index:9;white-space:pre;padding:3px 8px;border:1px solid var(--line);
+border-radius:3px;background:var(--jp-layout-color1,Canvas);pointer-events:none}
+.ups-hover i:nth-child(n+21):after{left:auto!important;right:100%}
 .ups-table{border-collapse:collapse;margin:4px 0 8px;font-size:12px}.ups-table th{text-align:left;font-weight:600}
 .ups-table td,.ups-table th{padding:3px 14px 3px 0;border-bottom:1px solid var(--line);vertical-align:top;
 text-align:left;background:none}.ups-table td.num,.ups-table th.num{text-align:right}
@@ -130,17 +137,12 @@ def strips(history: History, axis: str = "step", terms: bool = False) -> list[St
     low, high, _ = thin("rate")
     with np.errstate(invalid="ignore"):
         rate = thin("samples")[2] / thin("seconds")[2]  # samples of a bucket over its seconds, not a mean of rates
-    now = history.rate()
-    drawn = [
-        Strip(
-            "throughput",
-            "samples/s",
-            f"<b>{short(now)}</b> samples/s" if math.isfinite(now) else STILL_COLD[history.end is None],
-            x,
-            [Curve(thin("rate unsteady")[2], "var(--dim)", pale=True), Curve(rate, BLUE, "", low, high)],
-            height=132,
-        )
-    ]
+    now, num_steady = history.rate(), history.num_comparable
+    text = f"<b>{short(now)}</b> samples/s" if math.isfinite(now) else STILL_COLD[history.end is None]
+    if num_steady < COMPARABLE and history.end is None:
+        text += f", {num_steady} of {COMPARABLE} steady steps that a flip is measured against"
+    curves = [Curve(thin("rate unsteady")[2], "var(--dim)", pale=True), Curve(rate, BLUE, "", low, high)]
+    drawn = [Strip("throughput", "samples/s", text, x, curves, height=132)]
     if terms:
         curves = [Curve(thin(f"term {t}")[2], c, t, joined=True) for t, c in zip(history.terms, PALETTE * 2)]
     else:
@@ -150,6 +152,11 @@ def strips(history: History, axis: str = "step", terms: bool = False) -> list[St
     finite = last[np.isfinite(last)]
     loss_now = f"<b>{finite.mean():.3g}</b>" if len(finite) else "<b>not finite</b>"
     drawn.append(Strip("loss terms" if terms else "loss", "-", loss_now, x, curves, log=True, height=104))
+    drawn += _validation_strip(history, axis)
+    rate = thin("learning_rate")[2]
+    if np.isfinite(rate).any():
+        text = f"<b>{short(steps['learning_rate'][-1])}</b>"
+        drawn.append(Strip("learning rate", "-", text, x, [Curve(rate, PURPLE)], height=44))
     memory = thin("peak_memory_gib")[1]
     kind = "allocated" if history.start.get("device") == "cuda" else "resident"
     drawn.append(Strip(f"peak memory, {kind}", "GiB", f"<b>{memory[-1]:.2f}</b> GiB", x, [Curve(memory, GREEN)]))
@@ -158,6 +165,18 @@ def strips(history: History, axis: str = "step", terms: bool = False) -> list[St
     curves = [Curve(mean, ORANGE, "", low, high)]
     drawn.append(Strip("waiting for data", "%", f"<b>{wait:.1f}</b> % of a step", x, curves, least_top=5.0))
     return drawn + _device_strips(history, axis)
+
+
+def _validation_strip(history: History, axis: str) -> list[Strip]:
+    told = history.evaluations
+    if not told:
+        return []
+    x = np.array([history.position(event["step"], axis) for event in told])
+    names = sorted(told[-1]["val_nrmse"])
+    values = {name: np.array([event["val_nrmse"].get(name) for event in told], float) for name in names}
+    curves = [Curve(values[name], colour, name) for name, colour in zip(names, PALETTE * len(names))]
+    now = ", ".join(f"<b>{short(values[name][-1])}</b>" for name in names)
+    return [Strip("validation nRMSE", "-", now, x, curves, log=True, height=84)]
 
 
 def _device_strips(history: History, axis: str) -> list[Strip]:
@@ -191,8 +210,26 @@ def svg(history: History, axis: str = "step", terms: bool = False) -> str:
     parts = [f'<div class="ups ups-plots" style="padding-top:{ROW * lanes}px">']
     for strip in drawn:
         parts.append(_strip(strip, end))
+    parts.append(_hover(drawn, end, axis))
     parts.append(f'<div class="ups-over">{labels}{_axis(end, axis)}</div></div>')
     return "".join(parts)
+
+
+def _hover(drawn: list[Strip], end: float, axis: str) -> str:
+    """What every curve is worth at the place of the pointer: by style sheet alone, so that it survives a redraw."""
+    parts = []
+    for place in end * (np.arange(COLUMNS) + 0.5) / COLUMNS:
+        said = [f"step {place:,.0f}" if axis == "step" else f"{place:,.0f} s"]
+        for strip in drawn:
+            nearest = int(np.abs(strip.x - place).argmin())
+            for curve in strip.curves:
+                if not curve.pale and math.isfinite(curve.y[nearest]):
+                    name, value = curve.name or strip.title, short(curve.y[nearest])
+                    unit = {"-": "", "%": " %"}.get(strip.unit)  # of any other unit there is one strip
+                    said.append(f"{value} {strip.unit}" if unit is None else f"{name} {value}{unit}")
+        text = "&#10;".join(map(escape, said))
+        parts.append(f'<i data-v="{text}"></i>')
+    return f'<div class="ups-hover" aria-hidden="true">{"".join(parts)}</div>'
 
 
 def _strip(strip: Strip, end: float) -> str:
@@ -222,7 +259,7 @@ def _strip(strip: Strip, end: float) -> str:
         f'<div class="ups-name"><span>{escape(strip.title)}{names}</span><span>{strip.now}</span></div>'
         f'<div class="ups-ticks">{marks}</div><div class="ups-strip" style="height:{strip.height}px">'
         f'<svg viewBox="0 0 {WIDTH} {strip.height}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(strip.title)}">'
+        f'aria-label="{escape(strip.title)} [{strip.unit}]">'
         f'<path class="grid" d="{grid}"/>{"".join(shapes)}</svg></div>'
     )
 
@@ -258,14 +295,14 @@ def _area(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> str:
 def _labels(flips: list[Flip], shares: list[float]) -> tuple[str, int]:
     """Marker and label of each flip, and the rows of labels taken; later flips first, for those are looked at.
 
-    A label starts at its marker, or as far left of it as it must to end inside. What finds no room keeps its number,
+    A label starts at its marker, or as far left of it as it must to end inside. What finds no room keeps its letter,
     which leads to its row in the table of flips.
     """
     rows: list[list[tuple[float, float]]] = []
     lines, labels = [], []
-    for number, (flip, share) in reversed(list(enumerate(zip(flips, shares), 1))):
-        full = f"{number}  {flip.what}" + ("" if flip.applied else ": refused") + f"  {flip.measured}".rstrip()
-        for text in (full, str(number)):
+    for name, flip, share in reversed([(letter(k), *pair) for k, pair in enumerate(zip(flips, shares))]):
+        full = f"{name}  {flip.what}" + ("" if flip.applied else ": refused") + f"  {flip.measured}".rstrip()
+        for text in (full, name):
             pixels = LETTER * len(text) + 12
             left = max(min(share, 1 - pixels / NARROWEST), 0.0)
             right = left + (pixels + 4) / NARROWEST

@@ -15,7 +15,7 @@ from upsnb.widgets.progress import progress
 
 MOST_BUCKETS = 300  # of a curve; each has a least and a greatest value, so a curve has at most 600 points
 MOST_WARNINGS = 20
-STEP_FIELDS = ("step", "time", "time_s", "loss", "peak_memory_gib")
+STEP_FIELDS = ("step", "time", "time_s", "loss", "peak_memory_gib", "learning_rate")
 TELEMETRY_FIELDS = ("utilisation_percent", "power_w", "clock_mhz")
 
 
@@ -135,7 +135,8 @@ class History:
     flips: list[Flip] = field(default_factory=list)
     paused: bool = False
     relaunching: bool = False  # for a cold flip, until that is answered
-    evaluation: dict | None = None  # the latest `eval` event
+    evaluations: list[dict] = field(default_factory=list)  # `eval` events
+    best_step: int | None = None  # of the best of them
     checkpoint: dict | None = None
     message: str = ""  # what the run said last, in words
     warnings: list[dict] = field(default_factory=list)
@@ -146,6 +147,7 @@ class History:
         self.terms: list[str] = []  # names of loss terms seen so far
         self._tail = Tail(self.folder)
         self._by_revision: dict[int, Flip] = {}  # in order; those that changed nothing too
+        self._restored: dict[int, dict] = {}  # revision: `restored` event
 
     def read(self) -> list[dict]:
         """Take in what is new since the last call; returns it."""
@@ -211,7 +213,10 @@ class History:
         elif kind == "relaunch":
             self.relaunching = True
         elif kind == "eval":
-            self.evaluation = event
+            self.evaluations.append(event)
+            self.best_step = event["step"] if event["best"] else self.best_step
+        elif kind == "restored":
+            self._restored[event["revision"]] = event
         elif kind == "checkpoint":
             self.checkpoint = event
         elif kind == "end":
@@ -229,6 +234,11 @@ class History:
 
     def answer(self, revision: int, what: str) -> str:
         """What came of a request; one of several in quick succession is answered together with the last."""
+        if revision in self._restored:
+            event = self._restored[revision]
+            if not event["applied"]:
+                return f"{what}: refused. {event['reason']}"
+            return f"{what}: the weights of step {event['from_step']}, at step {event['step']}"
         flip = next((flip for flip in self._by_revision.values() if flip.revision >= revision), None)
         if flip is None:
             if self.end is not None:
@@ -280,11 +290,22 @@ class History:
         seconds = np.nansum(self.steps["seconds"][recent][chosen])
         return float(samples / seconds) if seconds else math.nan
 
+    @property
+    def num_comparable(self) -> int:
+        """Steady steps since the last change: what the next flip's effect is measured against."""
+        since = next((flip.step for flip in reversed(self.flips) if flip.changes), -1)
+        return int(np.isfinite(self.steps["seconds"][self.steps["step"] > since]).sum()) if self.steps.num_rows else 0
+
     def position(self, step: float, axis: str) -> float:
         """Where a step stands on the axis `step` or `time`."""
         if axis == "step" or not self.steps.num_rows:
             return float(step)
         return float(np.interp(step, self.steps["step"], self.steps["time_s"]))
+
+
+def letter(index: int) -> str:
+    """A, B and so on to Z, then AA: flips have letters, because numbers are phases."""
+    return (letter(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
 
 
 def plain(value) -> str:

@@ -7,7 +7,7 @@ import time
 from html import escape
 
 from upsnb.phases import Phase, label
-from upsnb.widgets.history import Flip, History, plain
+from upsnb.widgets.history import Flip, History, letter, plain
 from upsnb.widgets.progress import duration
 
 STYLE = """<style>
@@ -16,8 +16,9 @@ font-weight:600;color:var(--ink)}
 .ups-pill{border:1px solid var(--line);border-radius:10px;padding:1px 9px;font-weight:600;white-space:nowrap}
 .ups-bar{height:6px;border-radius:3px;background:var(--line);margin:7px 0 4px;overflow:hidden}
 .ups-bar div{height:100%;background:#0072B2}
-.ups-card{padding:3px 4px 5px 6px;min-height:34px}.ups-card em{font-style:normal;color:var(--dim);white-space:nowrap}
-.ups-card em+em:before{content:"\\00b7";margin:0 5px}
+.ups-card{padding:3px 4px 5px 6px;min-height:34px}.ups-card em{font-style:normal;color:var(--dim);white-space:nowrap;
+text-decoration:underline dotted;cursor:help}
+.ups-card em+em{margin-left:9px}
 .ups-note{border-left:3px solid #D55E00;padding:1px 0 1px 8px;margin:4px 0;overflow-wrap:anywhere}
 .ups-note.calm{border-color:#0072B2}.ups-note.why{border-color:var(--line);color:var(--dim)}
 .ups-toggle.mod-active,.ups-toggle.mod-active:hover{background:#0072B2!important;color:#fff!important}
@@ -40,12 +41,25 @@ SYMBOLS = {"starting": "\u25cc", "running": "\u25b6", "stopping": "\u25a0", "fin
            "died": "\u2717", "paused": "\u2016", "relaunching": "\u21bb"}  # fmt: skip
 
 
-def header(history: History, name: str, status: str, cause: str | None, epochs: int, dollars_per_h: float) -> str:
-    """Status, ranks, place, progress and price of a run."""
+def header(
+    history: History,
+    name: str,
+    status: str,
+    cause: str | None,
+    epochs: int,
+    dollars_per_h: float,
+    compiling_s: float | None,
+) -> str:
+    """Status, ranks, place, progress and price of a run.
+
+    Args:
+        compiling_s: for so long its processes have been compiling; None: they are not.
+    """
     start, alive = history.start, status in ("starting", "running", "stopping")
     shown = status
     if status == "running":
         shown = "relaunching" if history.relaunching else "paused" if history.paused else status
+        shown = shown if compiling_s is None else f"compiling, {duration(compiling_s)}"
     wall_s = history.wall_s(alive)
     facts = []
     if start:
@@ -61,26 +75,28 @@ def header(history: History, name: str, status: str, cause: str | None, epochs: 
         facts.append(f"{duration(left_s)} left")
     if dollars_per_h > 0:
         facts.append(f"<b>${dollars_per_h * wall_s / 3600:,.2f}</b> so far")
-    if history.evaluation:
-        errors = ", ".join(f"{name} {error:.3g}" for name, error in history.evaluation["val_nrmse"].items()
+    if history.evaluations:
+        errors = ", ".join(f"{name} {error:.3g}" for name, error in history.evaluations[-1]["val_nrmse"].items()
                            if error is not None)  # fmt: skip
         facts.append(f"validation nRMSE {escape(errors)}")
     percent = 100 * share
     parts = [
         f'<div class="ups"><div class="ups-head"><h4>{escape(name)}</h4>'
-        f'<span class="ups-pill">{SYMBOLS.get(shown, "")} {escape(shown)}</span>',
+        f'<span class="ups-pill">{SYMBOLS.get(shown, SYMBOLS["starting"])} {escape(shown)}</span>',
         *(f"<span>{fact}</span>" for fact in facts),
         f'</div><div class="ups-bar" role="progressbar" aria-valuenow="{percent:.0f}" aria-valuemin="0" '
         f'aria-valuemax="100" aria-label="share of training done"><div style="width:{percent:.2f}%"></div></div>',
     ]
     if cause:
         parts.append(f'<div class="ups-note">{escape(cause)}</div>')
-    if history.warnings and time.time() - history.warnings[-1]["time"] < 60 and alive:
-        parts.append(f'<div class="ups-note">{escape(_said(history.warnings[-1]))}</div>')
     return "".join(parts) + "</div>"
 
 
-def _said(event: dict) -> str:
+def warning(history: History) -> str:
+    """The last warning in words, for a minute."""
+    if not history.warnings or time.time() - history.warnings[-1]["time"] > 60:
+        return ""
+    event = history.warnings[-1]
     return event.get("message") or ", ".join(
         f"{key} {plain(value)}" for key, value in event.items() if key not in ("kind", "time") and value is not None
     )
@@ -93,12 +109,17 @@ def switch(phase: Phase, state: str, problem: str = "", whole: str = "") -> str:
         problem: why it cannot be switched on, in a sentence.
         whole: the same in full, shown when the pointer rests on it.
     """
-    badges = [f"promised \u00d7{phase.expected.factor:.2f}"] if phase.expected else []
-    badges += ["hot" if phase.hot else "cold", phase.numerics]
-    hints = {"hot": "changes between two steps", "cold": "needs a relaunch from a checkpoint",
-             "identical": "losses do not change", "rounding": "losses change by rounding",
-             "different": "another computation"}  # fmt: skip
-    marks = "".join(f'<em title="{hints.get(badge, "published, not measured")}">{badge}</em>' for badge in badges)
+    hints = {"hot": "changes between two steps of the running processes",
+             "cold": "takes a relaunch: the processes save, end, and start again from the checkpoint",
+             "identical": "losses and gradients stay the same to the last bit",
+             "rounding": "losses and gradients change by rounding, as with another order of sums",
+             "different": "another computation on purpose: losses are not comparable"}  # fmt: skip
+    badges = [(word, hints[word]) for word in ("hot" if phase.hot else "cold", phase.numerics)]
+    if claim := phase.expected:
+        with_others = f"x{claim.factor:.2f} alone, x{claim.cumulative:.2f} with all phases before it"
+        hint = f"{claim.source}: {with_others}; a claim, not measured here"
+        badges.insert(0, (f"promised \u00d7{claim.factor:.2f}", hint))
+    marks = "".join(f'<em title="{escape(hint)}">{word}</em>' for word, hint in badges)
     note = f'<div class="ups-note why" title="{escape(whole)}">{escape(problem)}</div>' if problem else ""
     return f'<div class="ups ups-card"><div>{escape(state)}</div><div>{marks}</div>{note}</div>'
 
@@ -118,7 +139,7 @@ def flips(history: History, promised: dict[str, float]) -> str:
             '<div class="ups dim">No flips yet. What a flip does to the throughput is measured and listed here.</div>'
         )
     rows = []
-    for number, flip in reversed(list(enumerate(history.flips, 1))):
+    for number, flip in reversed(list(enumerate(history.flips))):
         if not flip.applied:
             came = f"refused: {escape(flip.why)}"
         elif not flip.changes:
@@ -133,14 +154,14 @@ def flips(history: History, promised: dict[str, float]) -> str:
         claim = f"\u00d7{math.prod(factors):.2f}" if factors else ""
         took = flip.duration_ms if flip.applied else None
         took = "" if took is None else f"{took:,.0f} ms" if took < 1e4 else f"{took / 1e3:,.1f} s"
-        cells = (f"{number}", f"{flip.step:,}", claim, took)
+        cells = (letter(number), f"{flip.step:,}", claim, took)
         number_cell, step_cell, claim_cell, took_cell = (f'<td class="num">{cell}</td>' for cell in cells)
         settings = escape(", ".join(f"{path} {plain(value)}" for path, value in flip.changes.items()))
         what = escape(flip.what) + (" (cold)" if flip.cold else "")
         rows.append(
             f'<tr>{number_cell}{step_cell}<td title="{settings}">{what}</td><td>{came}</td>{claim_cell}{took_cell}</tr>'
         )
-    titles = ("#", "step", "flip", "measured, 95 %", "promised", "took")
+    titles = ("", "step", "flip", "measured, 95 %", "promised", "took")
     wide = ("flip", "measured, 95 %")
     head = "".join(f"<th{'' if title in wide else NUMBER}>{title}</th>" for title in titles)
     return f'<div class="ups"><table class="ups-table"><tr>{head}</tr>{"".join(rows)}</table></div>'

@@ -24,7 +24,7 @@ from upsnb.widgets import charts, html, snapshot
 from upsnb.widgets.busy_kernel import is_old, serve_clicks
 from upsnb.widgets.fields import Field
 from upsnb.widgets.history import History, plain
-from upsnb.widgets.progress import Progress
+from upsnb.widgets.progress import Progress, duration
 from upsnb.widgets.requests import AS_STARTED, PanelRequests, number
 
 INTERVAL_S = 0.5  # between two redraws
@@ -164,6 +164,7 @@ class Panel:
             "Pause": ("keep everything in memory and wait", self.run.pause),
             "Resume": ("go on", self.run.resume),
             "Checkpoint now": ("save the state after this step", self.run.checkpoint),
+            "Back to best": ("bring back the weights with the lowest validation error so far", self._back_to_best),
             "Stop": ("finish the step, save, evaluate and end", self._stop),
         }
         self._actions = {name: self._button(name, *action) for name, action in actions.items()}
@@ -200,8 +201,9 @@ class Panel:
                 ladder,
                 more,
                 extra,
-                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 140)
-                .add_class("ups-fields"),
+                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 140).add_class(
+                    "ups-fields"
+                ),
                 widgets.HBox([self._axis, self._terms], layout=row),
                 self._plots,
                 self._table,
@@ -292,6 +294,12 @@ class Panel:
     def _stop(self) -> None:
         self._ask("Stop: the run finishes its step, saves, evaluates and ends. Do it?", self.run.stop)
 
+    def _back_to_best(self) -> None:
+        def send():
+            self._awaited = self.run.back_to_best(), "back to best"
+
+        self._ask(f"Back to the weights of step {self.history.best_step}: what was learned since is lost. Do it?", send)
+
     def _send_fields(self) -> None:
         edited = {path: field for path, field in self._fields.items() if field.is_edited}
         overlay = {path: field.read() for path, field in edited.items()}  # all are right, or nothing is sent
@@ -340,17 +348,24 @@ class Panel:
 
     def _draw(self) -> None:
         name, epochs = self.run.folder.name, self.asking.config.stages.operator.epochs
-        self._head.value = html.header(self.history, name, self.status, self.cause, epochs, self._dollars_per_h())
-        answer = self.history.answer(*self._awaited) if self._awaited else ""
+        since = [b["time"] for b in runfolder.read_heartbeats(self.run.folder).values() if b["state"] == "compiling"]
+        compiling_s = time.time() - min(since) if since and self.status == "running" else None
+        price = self._dollars_per_h()
+        self._head.value = html.header(self.history, name, self.status, self.cause, epochs, price, compiling_s)
         question = self._question[0] if self._question else ""
-        self._note.value = html.note(question, calm=False) or html.note(answer) + html.note(self._said, calm=False)
+        answer = self.history.answer(*self._awaited) if self._awaited else ""
+        if compiling_s is not None:
+            answer = answer.replace(": requested", f": compiling, {duration(compiling_s)}")
+        said = self._said or html.warning(self.history)
+        self._note.value = html.note(question, calm=False) or html.note(answer) + html.note(said, calm=False)
         self._confirm.layout.visibility = "visible" if question else "hidden"
         self._plots.value = charts.svg(self.history, self._axis.value, self._terms.value)
         claims = {phase.name: phase.expected.factor for phase in PHASES if phase.expected}
         self._table.value = html.flips(self.history, claims)
         alive, paused = self.status in ("starting", "running"), self.history.paused
-        for button, enabled in (("Pause", not paused), ("Resume", paused), ("Checkpoint now", True), ("Stop", True)):
-            self._actions[button].disabled = not (alive and enabled)
+        ready = {"Pause": not paused, "Resume": paused, "Back to best": self.history.best_step is not None}
+        for action, button in self._actions.items():
+            button.disabled = not (alive and ready.get(action, True))
         for button in self._askers:
             button.disabled = not alive
         applied, desired = self.asking.configs()

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from upsnb.report.style import BLACK, GREY, empty_figure, styled
 from upsnb.widgets.charts import strips
-from upsnb.widgets.history import History
+from upsnb.widgets.history import History, letter
 from upsnb.widgets.progress import duration
 
 MOST_NAMED = 12  # flips with a line of text below the curves; the panel's table has them all
@@ -55,19 +55,19 @@ def figure(history: History, title: str = "", axis: str = "step") -> Figure:
             ax.axvline(history.position(flip.step, axis), **style)
     end = max(strip.x[-1] for strip in drawn) or 1.0
     before = np.inf
-    for number, flip in reversed(list(enumerate(history.flips, 1))):
+    for number, flip in reversed(list(enumerate(history.flips))):
         place = history.position(flip.step, axis)
         if before - place > 0.02 * end:  # of several at one place the last is named
             all_axes[0].annotate(
-                str(number), (place, 1.0), (0, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
+                letter(number), (place, 1.0), (0, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
                 ha="center",
             )  # fmt: skip
             before = place
     all_axes[0].set_xlim(0, 1.01 * end)
     lines = []
-    for number, flip in list(enumerate(history.flips, 1))[-MOST_NAMED:]:
+    for number, flip in list(enumerate(history.flips))[-MOST_NAMED:]:
         came = (flip.measured or "not measured") if flip.applied else f"refused: {flip.why}"
-        lines.append(f"{number}  step {flip.step:,}: {flip.what}  {came}"[:110])
+        lines.append(f"{letter(number)}  step {flip.step:,}: {flip.what}  {came}"[:110])
     bottom = "\n".join(["step" if axis == "step" else "training time [s]", *lines])
     all_axes[-1].set_xlabel(bottom, ha="left", x=0.0, parse_math=False)
     result.align_ylabels()
