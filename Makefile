@@ -19,8 +19,10 @@ help:
 demo: $(STAMP) compiler
 	$(BIN)/python -m upsnb run notebooks/01_train.ipynb -f params/quick.yaml
 
+# With its own defaults (notebooks/.jupyter): saved every few seconds, so that a reloaded page finds what it showed.
 lab: $(STAMP) compiler
-	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+	JUPYTER_CONFIG_PATH="$(CURDIR)/notebooks/.jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" $(BIN)/jupyter lab \
+		--notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

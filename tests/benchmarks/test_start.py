@@ -30,7 +30,8 @@ EXECUTED = {
         cell("from upsnb import launch", 5, 8),
         cell("opened = {}", 8, 10),
         cell("run = handle.start(config)", 10, 11),
-        cell("panel.watch()\nrun.wait()", 11, 50),
+        cell("panel.start()", 11, 11),
+        cell("await panel.watch()\nrun.wait()", 11, 50),
         cell("report.write_figures(drawn)", 50, 59),
     ],
 }

@@ -25,8 +25,12 @@ SHOTS = ROOT / "outputs" / "browser"  # screenshots
 
 
 @contextlib.contextmanager
-def server(folder: Path):
-    """The address of a server of this test's own, with its token; no process of it is left behind."""
+def server(folder: Path, project: Path | None = None):
+    """The address of a server of this test's own, with its token; no process of it is left behind.
+
+    Args:
+        project: a clone whose `make lab` starts it, with its own settings.
+    """
     token = uuid.uuid4().hex
     homes = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython"}
     homes |= {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
@@ -102,11 +106,17 @@ class Lab:
             "window.jupyterapp?.shell.currentWidget?.context?.sessionContext.session?.kernel?.status)"
         )
 
-    def run_all(self) -> None:
-        """Run all cells and wait for the last one."""
+    def run_all(self, wait: bool = True) -> None:
+        """Run all cells, and wait for the last one."""
         self.page.evaluate("() => { window.ran = null; window.jupyterapp.commands"
                            ".execute('notebook:run-all-cells').then(() => { window.ran = true }) }")  # fmt: skip
-        self.page.wait_for_function("() => window.ran")
+        if wait:
+            self.page.wait_for_function("() => window.ran")
+
+    def save(self) -> None:
+        """Save the notebook, as a person does."""
+        self.page.keyboard.press("Control+s")
+        self.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.context.model.dirty")
 
     def run(self, source: str, wait: bool = True) -> None:
         """Run a new cell at the notebook's end."""

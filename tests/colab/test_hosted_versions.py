@@ -31,7 +31,7 @@ PANEL = """
 from upsnb.runs.handle import Run
 from upsnb.widgets.panel import Panel
 shown = Panel(Run.attach({!r}))
-shown.watch(2)
+await shown.watch(2)
 """
 VERSIONS = """
 import json
