@@ -1,4 +1,4 @@
-"""What a machine cannot do is said before anything starts."""
+"""What a machine cannot do, or hold, is said before anything starts."""
 
 import os
 
@@ -53,3 +53,31 @@ def test_formats_that_an_old_gpu_has_no_tensor_cores_for_are_refused(settings, p
     (problem,) = hardware.problems(overlays.resolve(settings), T4)
     assert problem.setting == path and "T4 has compute capability 7.5" in problem.found and problem.remedy == remedy
     assert hardware.problems(overlays.resolve(settings), A100) == []
+
+
+HUGE = {  # the setting that is named: what was asked for
+    "operator.pdet.depth": {"hidden_dim": 2, "num_heads": 1, "depth": 10**7},
+    "operator": {"operator.pdet.mlp_ratio": 1e9},
+    "training.batch_size": {"batch_size": 2**31 - 1},
+    "training.num_gpus": {"num_gpus": 10**7},
+    "training.num_workers": {"num_workers": 10**7},
+    "training.threads_per_rank": {"threads_per_rank": 10**6},
+}
+
+
+@pytest.mark.parametrize("setting", HUGE)
+def test_what_cannot_fit_is_refused_by_its_setting(setting):
+    config = overlays.resolve({"device": "cpu", **HUGE[setting]})
+    found = [problem for problem in hardware.problems(config, hardware.detect()) if problem.setting == setting]
+    assert len(found) == 1
+    if setting != "training.threads_per_rank":
+        assert "at least" in found[0].found and found[0].found.endswith("GiB are there")
+
+
+@pytest.mark.parametrize(
+    "values", [{"latent.dim": 10**9}, {"hidden_dim": 2 * 10**9, "num_heads": 1}, {"basis_size": 2**31 - 1}]
+)
+def test_what_no_machine_can_hold_is_refused_on_the_largest(values):
+    largest = Hardware("cuda", 1, "a GPU", 200.0, 64, (9, 0))
+    with pytest.raises(ConfigError, match="and 200.0 GiB are there"):
+        hardware.check_runnable(overlays.resolve(values), largest)

@@ -37,7 +37,7 @@ def detect() -> Hardware:
         properties = torch.cuda.get_device_properties(0)
         memory, capability = properties.total_memory / 2**30, (properties.major, properties.minor)
         return Hardware("cuda", torch.cuda.device_count(), properties.name, memory, cores, capability)
-    return Hardware("cpu", 1, _processor_name(), _host_memory_gib(), cores, unusable=_why_no_cuda())
+    return Hardware("cpu", 1, _processor_name(), host_memory_gib(), cores, unusable=_why_no_cuda())
 
 
 def versions() -> dict[str, str]:
@@ -143,7 +143,59 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
         f"flash attention needs 8.0 and {old}",
         "choose efficient",
     )
-    return found + _not_yet(config)
+    return found + _too_large(config, hardware, device) + _not_yet(config)
+
+
+BLOCK_BYTES = 32 * 2**10  # of the Python objects that make one block of the operator, on the host; 35 KiB measured
+PROCESS_BYTES = 100 * 2**20  # of a rank on the CPU or a reader of data, at the least
+LARGEST_BYTES = 2.0**50  # more than any machine that a prediction is made for has
+MOST_THREADS = 1024  # of one rank
+
+
+def _too_large(config: RunConfig, hardware: Hardware, device: str) -> list[Problem]:
+    """What cannot fit into this machine by a lower bound of its size, found without building anything."""
+    host, training = host_memory_gib() * 2**30, config.training
+    room, ranks = (hardware.device_memory_gib * 2**30, 1) if device == "cuda" else (host, training.num_gpus)
+    found, token = unbuildable(config, room, ranks), 4 * max(config.latent.dim, config.operator.pdet.hidden_dim)
+    if training.threads_per_rank and training.threads_per_rank > MOST_THREADS:
+        remedy = f"lower it, this machine has {hardware.num_cores} cores"
+        found.append(Problem("training.threads_per_rank", f"is {training.threads_per_rank}", remedy))
+    for path, nbytes, there, what in (
+        ("training.num_gpus", ranks * PROCESS_BYTES, host, f"{ranks} processes take"),
+        ("training.num_workers", training.num_workers * PROCESS_BYTES, host, f"{training.num_workers} processes take"),
+        ("training.batch_size", ranks * training.batch_size * token, room, "one token of each pair takes"),
+    ):
+        found += _beyond(path, nbytes, there, what, "lower it")
+    return found
+
+
+def unbuildable(config: RunConfig, room: float = LARGEST_BYTES, ranks: int = 1) -> list[Problem]:
+    """What is too large of a UPS to be built at all; other models know their own sizes.
+
+    Args:
+        room: for weights of all ranks, and where they are not sharded for gradients [bytes].
+    """
+    if config.model.build != type(config.model)().build:
+        return []
+    depth, count = config.operator.pdet.depth, least_parameters(config)
+    remedy = "lower operator.pdet.depth, hidden_dim or mlp_ratio, latent.dim or operator.basis_size"
+    state = ranks * count * (4 if config.training.use_fsdp2 else 8)
+    host = host_memory_gib() * 2**30
+    blocks = _beyond("operator.pdet.depth", depth * BLOCK_BYTES, host, f"{depth} blocks take", "lower it")
+    return blocks + _beyond("operator", state, room, f"{count:.3g} parameters take", remedy)
+
+
+def least_parameters(config: RunConfig) -> int:
+    """No more than a UPS of this config has on any data: its largest matrices in closed form."""
+    pdet, dim, datasets = config.operator.pdet, config.latent.dim, len(config.data.datasets)
+    block = 4 * pdet.hidden_dim**2 + 2 * pdet.hidden_dim * int(pdet.hidden_dim * pdet.mlp_ratio)
+    basis = config.operator.basis_size if config.operator.decoder == "local_basis" else 0
+    return pdet.depth * block + 2 * dim * pdet.hidden_dim + datasets * dim * (1 + basis)
+
+
+def _beyond(path: str, nbytes: float, there: float, what: str, remedy: str) -> list[Problem]:
+    found = f"{what} at least {nbytes / 2**30:,.1f} GiB, and {there / 2**30:,.1f} GiB are there"
+    return [Problem(path, found, remedy)] if nbytes > there > 0 else []
 
 
 _NOT_YET = ("diffusion.hidden_dim", "stages.diff_residual", "stages.consistency_distill")  # read by nothing so far
@@ -182,7 +234,8 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _host_memory_gib() -> float:
+def host_memory_gib() -> float:
+    """The host's memory; 0 where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError):

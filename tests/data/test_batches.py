@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb.data import batches, generate
+from upsnb import hardware
+from upsnb.data import batches, datasets, generate
 from upsnb.data.batches import Batch, Loader, Schedule
 from upsnb.data.datasets import generated_path, open_dataset
 from upsnb.data.families import FAMILIES
@@ -372,6 +373,25 @@ def test_fewer_samples_than_were_asked_for_are_told(tiny_config):
     (line,) = said
     assert line.startswith("warning: data.datasets.darcy.num_samples: 300 were asked for and 2D_DarcyFlow")
     assert line.endswith("holds 20 -> all of them are taken")
+
+
+@pytest.mark.parametrize("changes", [{"num_samples": 2**31 - 1}, {"resolution": 10**6}, {"num_times": 2**31 - 1}])
+@pytest.mark.parametrize("name", ["advection", "darcy"])
+def test_data_that_cannot_fit_are_refused_before_a_file_is_begun(tiny_config, tmp_path, name, changes):
+    if name == "darcy" and "num_times" in changes:
+        changes = {"num_samples": 10**9}
+    config = tiny_config((name,)).data.datasets[name]
+    huge = config.model_copy(update={"generate": config.generate.model_copy(update={"num_samples": 10**8} | changes)})
+    with pytest.raises(DataError, match=r"at least [\d,.]+ GiB, and [\d,.]+ GiB are there -> lower resolution"):
+        datasets.ensure_generated(huge, tmp_path, print)
+    assert not list(tmp_path.rglob("*.hdf5"))
+
+
+def test_data_larger_than_memory_stay_in_their_files(opened, monkeypatch):
+    config, found = opened(**{"data.residency": "device"})
+    monkeypatch.setattr(hardware, "host_memory_gib", lambda: 1e-9)
+    with pytest.raises(DataError, match="GiB are there -> set it to workers"):
+        Loader(found, config, 0, 1, "cpu")
 
 
 def test_splits_are_disjoint_and_cover_the_samples(opened):

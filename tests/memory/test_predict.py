@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from upsnb import overlays
+from upsnb import hardware, overlays
 from upsnb.data.datasets import outlines
+from upsnb.errors import ConfigError
 from upsnb.memory import figures, measure, plan
 from upsnb.memory.ledger import FOREVER, KINDS, Account, Ledger
 from upsnb.memory.predict import CUDA_GRANULARITY, Predictor, Rehearsal, predict
+from upsnb.models import surrogate
 from upsnb.runs import runfolder
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import open_datasets
@@ -64,6 +66,27 @@ def test_prediction_takes_no_memory_no_data_and_no_random_numbers(tiny_config, t
     assert predicted.gib > 100
     assert torch.equal(torch.get_rng_state(), before)
     assert list(tmp_path.rglob("*.hdf5")) == generated
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"operator.encoder": "perceiver", "operator.decoder": "cross_attention"},
+        {"operator.decoder": "unpatchify", "operator.pdet.mlp_ratio": 0.1},
+        {"operator.pdet": {"hidden_dim": 2, "depth": 50, "num_heads": 1}, "latent.dim": 2},
+    ],
+)
+def test_the_bound_that_refuses_a_model_is_below_its_size(tiny_config, values):
+    config = tiny_config(**values)
+    specs = {name: outline.spec for name, outline in outlines(config, runfolder.project_root()).items()}
+    assert hardware.least_parameters(config) <= surrogate.count_parameters(surrogate.build(config, specs))
+
+
+def test_a_model_that_no_machine_could_hold_is_not_even_imagined(tiny_config):
+    for values in ({"operator.pdet.depth": 10**8}, {"latent.dim": 2**31 - 2, "operator.pdet.hidden_dim": 2**30}):
+        with pytest.raises(ConfigError, match="GiB are there"):
+            Predictor(tiny_config(**values))
 
 
 def test_outline_has_the_shapes_of_the_dataset_it_stands_for(tiny_config):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from upsnb import hardware
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.data.symmetries import GROUPS
@@ -196,6 +197,11 @@ class Loader:
         self.residency = residency(datasets, config)
         resident = self.residency == "device"
         self.reader = None
+        size = sum(dataset.num_bytes for dataset in datasets.values()) / 2**30
+        room = hardware.detect().device_memory_gib if self.device.type == "cuda" else hardware.host_memory_gib()
+        if resident and size > room > 0:
+            found = f"all data on the device takes {size:,.1f} GiB, and {room:,.1f} GiB are there"
+            raise DataError(f"data.residency: {found} -> set it to workers, or read fewer samples")
         if resident and before is not None and before.reader is not None and before.calls == self.calls:
             self.reader = before.reader
         elif resident:

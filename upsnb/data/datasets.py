@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from upsnb import hardware
 from upsnb.config import DatasetConfig, RunConfig
 from upsnb.data.families import FAMILIES, Family, Source, open_source, split_samples
 from upsnb.data.spec import DatasetSpec
@@ -102,11 +104,27 @@ def generated_path(config: DatasetConfig, root: Path) -> Path:
 
 
 def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
-    """Generate the dataset's file unless it is there; one process of a run calls this, the others wait."""
+    """Generate the dataset's file unless it is there; one process of a run calls this, the others wait.
+
+    Raises:
+        DataError: a sample is larger than this machine's memory, or the file than what is free of the disk.
+    """
     family, path, made = FAMILIES[config.family], generated_path(config, root), config.generate
     if config.files or path.is_file():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    frames = made.num_times if family.time_dependent else 1
+    sample = 4 * frames * made.resolution**family.num_dims
+    room, free = hardware.host_memory_gib(), shutil.disk_usage(path.parent).free / 2**30
+    for what, size, there in (
+        ("one sample is made in", 2 * sample / 2**30, room),
+        ("the file takes", made.num_samples * sample / 2**30, free),
+    ):
+        if size > there > 0:
+            raise DataError(
+                f"{path.name}: {what} at least {size:,.1f} GiB, and {there:,.1f} GiB are there -> lower resolution, "
+                "num_times or num_samples of its `generate`"
+            )
     log(f"generating {path.name}")
     settings = {"resolution": made.resolution, "seed": made.seed}
     settings |= {"num_times": made.num_times} if family.time_dependent else {}

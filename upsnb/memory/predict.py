@@ -20,6 +20,7 @@ from upsnb import hardware, overlays, spans
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, residency
 from upsnb.data.datasets import outlines
+from upsnb.errors import ConfigError
 from upsnb.memory.ledger import BACKWARD, OPTIMIZER, Account, Ledger
 from upsnb.runs import runfolder
 from upsnb.training import optimizers, stages
@@ -162,7 +163,14 @@ class Predictor:
     """Footprints of one config at any batch size; building it takes about as long as one prediction."""
 
     def __init__(self, config: RunConfig, root: Path | None = None, granularity: int | None = None):
-        """`granularity`: bytes to which the allocator rounds; None: this machine's."""
+        """
+        Args:
+            granularity: bytes to which the allocator rounds; None: this machine's.
+        Raises:
+            ConfigError: the model is larger than any machine, or has more blocks than this one can name.
+        """
+        if found := hardware.unbuildable(config):
+            raise ConfigError(found, "the prediction")
         self.config, self.root = config, root or runfolder.project_root()
         cuda = hardware.detect().device == "cuda" and config.training.device != "cpu"
         self.device = torch.device("cuda" if cuda else "cpu")
