@@ -1,10 +1,14 @@
 """Turns cancel what drifts: their order, and ratios of throughput with intervals."""
 
+import inspect
+
 import numpy as np
 import pytest
 
+from upsnb.compare import arms, ladder, scaling
 from upsnb.compare.turns import Block, interleave, ratio_of_turns
 from upsnb.compare.verdict import NOISE
+from upsnb.widgets.progress import rewrite
 
 
 def blocks(rates: dict[str, list[float]], seed: int = 0) -> list[Block]:
@@ -60,3 +64,8 @@ def test_turns_go_back_and_forth_and_one_without_a_steady_step_changes_neither_o
         *(("a", 0), ("b", 0), ("b", 1), ("a", 2), ("b", 2)),
     ]
     assert ratio_of_turns(found, "b", "a")["num_rounds"] == 2 and ratio_of_turns(found, "b", "a")["median"] == 2.0
+
+
+@pytest.mark.parametrize("measure", [arms.compare, ladder.measure, scaling.measure])
+def test_studies_of_many_turns_rewrite_their_line(measure):
+    assert inspect.signature(measure).parameters["log"].default is rewrite

@@ -1,5 +1,7 @@
 """Progress in lines: means every few seconds, validations as they come, changes and what was refused."""
 
+import re
+
 from made_runs import END, START, step
 
 from upsnb.widgets import progress
@@ -47,3 +49,12 @@ def test_progress_survives_a_loss_that_is_not_finite():
     lines: list[str] = []
     progress.Progress(lines.append)(step(1, loss=None))
     assert "loss not finite" in lines[0]
+
+
+def test_of_a_thousand_rewritten_lines_an_executed_notebook_keeps_the_last(capsys):
+    for turn in range(1000):
+        progress.rewrite(f"turn {turn}")
+    print("done")
+    said = capsys.readouterr().out
+    kept = re.sub(r".*\r(?=[^\n])", "", said)  # as nbclient does where streams are coalesced
+    assert kept == "done\n" and max(map(len, said.split("\r"))) == 79

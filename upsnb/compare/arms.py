@@ -20,6 +20,7 @@ from upsnb.errors import ConfigError
 from upsnb.report.results import train_report
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
+from upsnb.widgets.progress import rewrite
 
 FORMAT = 1
 ARMS = "arms.json"  # which runs were compared, and the blocks in which they took turns
@@ -91,7 +92,7 @@ def compare(
     seeds: tuple[int, ...] = (42,),
     block_s: float = 10.0,
     noise_floor: bool = True,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = rewrite,
 ) -> dict[str, list[Run]]:
     """Train both arms to their ends, taking turns, once per seed; the runs of each arm.
 

@@ -16,6 +16,7 @@ from upsnb.profile import report as profiling
 from upsnb.profile.recorder import profile_name
 from upsnb.report.file import factor, finish
 from upsnb.runs.throughput import steady_throughput
+from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "scaling"
 PARAMETERS = ("ranks", "wrappers", "modes", "block_s", "rounds")  # of the notebook, beside the sections
@@ -124,7 +125,7 @@ def measure(
     modes: Sequence[str] = tuple(MODES),
     block_s: float = 10.0,
     rounds: int = 6,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = rewrite,
 ) -> dict:
     """Measure all entries of `plan`; the report, also written to `report.json`.
 

@@ -13,6 +13,11 @@ def _print(text: str) -> None:
     print(text, flush=True)  # papermill and a pipe show a line only once it is flushed
 
 
+def rewrite(text: str) -> None:
+    """Print a line that the next one replaces: of a long work with many steps a notebook keeps the last."""
+    print(f"{text:<79}", end="\r", flush=True)
+
+
 class Progress:
     """Says what matters as events come: `run.wait(on_event=Progress())`.
 
