@@ -69,6 +69,9 @@ def finished(folder, split="test", ms=100.0, validated=(0.3, None), darcy=0.05):
         "num_samples": 3, "baseline": "training mean", "nrmse_mean": darcy, "nrmse_median": 0.04,
         "baseline_nrmse_mean": 0.7, "per_sample": {"samples": [1, 2, 3], "nrmse": [0.1, 0.2, 0.3]}, "per_time": {},
     }  # fmt: skip
+    falling = {"wavenumber": [0, 1, 2], "truth": [1.0, 0.1, 0.01], "prediction": [0.9, 0.1, 0.02]}
+    for result in (waves, darcy):
+        result["spectrum"] = {**falling, "error": [0.01, 0.02, 0.03]}
     evaluation = {
         "format": 1, "split": split, "weights": "last",
         "datasets": {"waves": {split: waves}, "darcy": {split: darcy}},

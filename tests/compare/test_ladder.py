@@ -165,14 +165,11 @@ def test_the_summary_recommends_nothing_where_nothing_gained():
 
 
 def test_failed_and_skipped_phases_stand_in_table_and_figure_with_the_reason():
-    report = {
-        "alone": [row("alone", "compile", 1.5), row("alone", "bf16", None, failed="RunError: it broke")],
-        "ladder": [row("ladder", "compile", 0.8)],
-        "leave_one_out": [],
-        "sets": [],
-        "baseline": {"memory_gib": 1.0},
-        "skipped": {"fused": "needs CUDA"},
-    }
+    report = made_up_report(
+        row("alone", "compile", 1.5),
+        row("alone", "bf16", None, failed="RunError: it broke"),
+        row("ladder", "compile", 0.8),
+    ) | {"baseline": {"memory_gib": 1.0}}
     text = ladder_figures.table(report).to_string()
     assert "it broke" in text and "needs CUDA" in text
     figure = ladder_figures.promise_and_measurement(report)

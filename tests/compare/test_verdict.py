@@ -140,15 +140,6 @@ def test_equal_arms_and_seeds_say_how_exact_the_errors_are(tmp_path):
     assert set(figures.table(alone)["two equal arms"]) == {"-"}
 
 
-def test_the_outcome_shows_every_seed_of_every_arm_equal_ones_too():
-    ended = {"slow": (0.05, 0.04), "fast": (0.06, 0.03), verdict.NOISE: (0.055, 0.038)}
-    arms = {name: [{"nrmse": {"darcy": e}, "peak_memory_gib": 1.0} for e in errors] for name, errors in ended.items()}
-    errors, memory = figures.outcome(arms).axes
-    dots = {line.get_xdata()[0]: tuple(line.get_ydata()) for line in errors.lines}
-    names = [tick.get_text() for tick in errors.get_xticklabels()]
-    assert {names[place]: those for place, those in dots.items()} == ended and len(memory.lines) == 3
-
-
 def test_the_summary_says_where_two_machines_were_compared(tmp_path):
     a, b = both(tmp_path)
     there = {**b.manifest["hardware"], "device_name": "another machine"}

@@ -3,10 +3,12 @@
 import dataclasses
 import gc
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
+from figure_checks import check
 
 from upsnb import hardware, overlays
 from upsnb.data.datasets import outlines
@@ -183,6 +185,12 @@ def test_batch_found_for_a_gpu_fits_and_one_more_pair_does_not(tiny_config):
     assert predictor.at(batch).nbytes <= capacity < predictor.at(batch + 1).nbytes
 
 
+def test_batches_are_shown_with_two_digits_and_never_rounded_up():
+    sizes = {"a": 0, "b": 7, "c": 99, "d": 199, "e": 10_999, "f": 100_000}
+    shown = plan.fits_table([{"phases": "all", "gpu": gpu, "batch_size": size} for gpu, size in sizes.items()])
+    assert shown.loc["all"].to_dict() == {"a": 0, "b": 7, "c": 99, "d": 190, "e": 10_000, "f": 100_000}
+
+
 def test_variants_flip_each_phase_once_and_are_valid(tiny_config):
     made, impossible = plan.variants(tiny_config(**{"operator.pdet.use_activation_checkpoint": True}))
     assert not impossible
@@ -265,6 +273,23 @@ def test_cuda_history_tells_what_was_alive_when_memory_ran_out():
     assert told["largest"] == [{"nbytes": size, "where": "losses.py:7 forward"} for size in (300, 50)]
 
 
+def test_modules_that_hold_next_to_nothing_are_one_bar():
+    sizes = {"large": 10**6, "small": 10**4, **{f"tiny {i}": 10 * (9 - i) for i in range(9)}}
+    table = {name: dict.fromkeys(KINDS, 0) | {"activations": size} for name, size in sizes.items()}
+    figure = figures.by_module(table)
+    check(figure)
+    (ax,) = figure.axes
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["large", "small", "9 others"]
+    assert [text.get_text() for text in ax.texts] == ["99%", "1%", "less than 0.5%"]
+
+
+def test_torch_says_nothing_about_kernels_while_a_step_is_rehearsed(tiny_config):
+    config = tiny_config(("darcy",), **{"training.amp": True, "training.amp_dtype": "bfloat16"})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Mismatch dtype")
+        assert measure.measure(config).nbytes > 0 and predict(config).nbytes > 0
+
+
 def test_figures_name_axes_units_and_totals(tiny_config):
     predicted = predict(tiny_config())
     rows = [
@@ -281,13 +306,14 @@ def test_figures_name_axes_units_and_totals(tiny_config):
         figures.by_module(predicted.account.by_module()),
         figures.largest_batch(table),
         figures.cuda_history(history),
+        figures.cuda_history(measure.history([]), title="as configured"),
     )
     for figure in drawn:
-        figure.savefig("/dev/null", format="png")
+        check(figure)
         for ax in figure.axes:
             named = [text for text in (ax.get_xlabel(), ax.get_ylabel()) if text]
             assert named and all(text.endswith("]") for text in named), named
     texts = [text.get_text() for text in drawn[0].axes[0].texts]
     assert "(+0.0 %)" in texts[0] and "not measured" in texts[1]
-    assert {"none", "7", "12,345"} <= {text.get_text() for text in drawn[3].axes[0].texts}
+    assert {"none", "7", "12,000"} <= {text.get_text() for text in drawn[3].axes[0].texts}
     assert math.isclose(float(drawn[1].axes[0].texts[0].get_text().split()[0]), predicted.nbytes / 2**10, rel_tol=0.01)

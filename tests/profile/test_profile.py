@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from figure_checks import check
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upsnb import hardware, phases, spans
 from upsnb.errors import RunError
-from upsnb.profile import flops, recorder, report, trace
+from upsnb.profile import figures, flops, recorder, report, trace
 from upsnb.runs import handle, runfolder
 from upsnb.training import optimizers
 
@@ -319,3 +320,10 @@ def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):
     assert report.bytes_per_step(parameters, ddp, 1) == 0
     sharded = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3, "training.use_fsdp2": True})
     assert report.bytes_per_step(parameters, sharded, 4) == 0.75 * (3 * 2 * 4 * 1200 + 4 * 1400)
+
+
+def test_the_kept_profile_can_be_drawn_again_on_one_rank_and_on_two():
+    made = json.loads((runfolder.project_root() / "outputs/reference/profile/report.json").read_text())
+    two = {**made, "num_ranks": 2, "shares_by_rank": [made["shares"], made["shares"]]}
+    for figure in (figures.where_a_step_goes(made), figures.where_a_step_goes(two), figures.start_up(made)):
+        check(figure)

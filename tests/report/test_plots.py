@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import warnings
 from functools import cache
 
 import matplotlib
 import numpy as np
 import pytest
+from figure_checks import bare_axes, drawn, outside, stray_swatches
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -18,6 +18,7 @@ X, TIMES = (np.arange(24) + 0.5) / 24, np.linspace(0, 2, 7)
 TRUTH = np.sin(2 * np.pi * (X - 0.4 * TIMES[:, None]))
 FIELD = RANDOM.random((12, 10))
 STEPS = np.arange(50)
+NAMES = ["waves", "darcy"] * 25
 GAPPED = np.where(np.arange(50) % 4, np.nan, 0.5)
 
 
@@ -71,27 +72,39 @@ CASES = {
     "rollout constant": lambda: plots.rollout_error(TIMES, {"model": np.full(7, 0.5)}),
     "rollout nothing finite": lambda: plots.rollout_error(TIMES, {"model": np.full(7, np.nan)}),
     "spectra": lambda: plots.spectra(np.arange(9), {"truth": 1 / (1 + np.arange(9)), "model": np.zeros(9)}),
-    "loss": lambda: plots.loss_terms(STEPS, {"total": 1 / (1 + STEPS), "inverse": GAPPED, "zero": 0 * STEPS}),
-    "loss one step": lambda: plots.loss_terms([0], {"total": [1.0]}, validation={"burgers": ([0], [0.5])}),
+    "spectra nothing finite": lambda: plots.spectra(np.arange(9), {"truth": np.full(9, np.nan)}),
+    "loss": lambda: plots.loss_terms(
+        STEPS,
+        {("waves", "total"): 1 / (1 + STEPS), ("waves", "inverse"): GAPPED, ("darcy", "total"): 0.1 + 0 * STEPS},
+        title="Training loss, from the first tenth of the steps to the last: waves 0.5 to 0.02, darcy 0.1 to 0.1",
+    ),
+    "loss one step": lambda: plots.loss_terms([0], {("all", "total"): [1.0]}, validation={"burgers": ([0], [0.5])}),
     "loss validation": lambda: plots.loss_terms(
         STEPS,
-        {"total": GAPPED},
-        validation={"darcy": ([0, 40], [0.9, np.nan])},
+        {("darcy", "total"): GAPPED},
+        validation={"darcy": ([0, 20, 40], [0.9, 0.8, np.nan]), "waves": ([0, 20, 40], [0.83, 0.82, 0.81])},
     ),
-    "throughput": lambda: plots.throughput(STEPS, 50 + STEPS % 3, STEPS > 9, 51.0, (50.5, 51.5)),
-    "throughput one step": lambda: plots.throughput([0.1], [9.0], [True], 9.0, (9.0, 9.0)),
-    "throughput one window": lambda: plots.throughput(STEPS, 50 + STEPS, STEPS > 9, 75.0, (np.nan, np.nan)),
-    "throughput none steady": lambda: plots.throughput(STEPS, 50 + STEPS, STEPS < 0, np.nan, (np.nan, np.nan)),
+    "loss flat": lambda: plots.loss_terms(STEPS, {("darcy", "total"): 0.0203 + 1e-6 * STEPS}),
+    "throughput": lambda: plots.throughput(
+        STEPS, 50 + STEPS % 3, STEPS > 9, NAMES, [(10, 20, 50.5), (20, 30, 51.5)], 51.0, (50.5, 51.5)
+    ),
+    "throughput one step": lambda: plots.throughput([0.1], [9.0], [True], ["all"], [(0, 0.1, 9)], 9.0, (9.0, 9.0)),
+    "throughput one window": lambda: plots.throughput(
+        STEPS, 50 + STEPS, STEPS > 9, NAMES, [(10, 50, 75.0)], 75.0, (np.nan, np.nan)
+    ),
+    "throughput none steady": lambda: plots.throughput(
+        STEPS, 50 + STEPS, STEPS < 0, NAMES, [], np.nan, (np.nan, np.nan)
+    ),
     "distribution": lambda: plots.error_distribution(
         {"burgers": RANDOM.random(20), "darcy": with_nan(RANDOM.random(20))},
-        baselines={"burgers": 0.9, "darcy": np.inf},
+        baselines={"burgers": ("persistence", 0.9), "darcy": ("training mean", np.inf)},
     ),
     "distribution long names": lambda: plots.error_distribution(
         {f"2D diffusion-reaction, every second point, split {i}": [0.1, 0.2] for i in range(3)}
     ),
     "loss long names": lambda: plots.loss_terms(
         STEPS,
-        {f"inverse consistency of the encoder {i}": 1 / (1 + STEPS) for i in range(4)},
+        {("all", f"inverse consistency of the encoder {i}"): 1 / (1 + STEPS) for i in range(4)},
         validation={f"1D compressible Navier-Stokes {i}": ([0, 40], [0.9, 0.1]) for i in range(3)},
     ),
     "distribution one sample": lambda: plots.error_distribution({"burgers": [0.1]}),
@@ -102,12 +115,7 @@ CASES = {
 
 @cache
 def draw(case):
-    """The figure, drawn, with every warning an error: a layout that gives up only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = CASES[case]()
-        FigureCanvasAgg(figure).draw()
-    return figure
+    return drawn(CASES[case]())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -123,12 +131,19 @@ def test_every_axis_with_numbers_has_a_quantity_and_a_unit(case):
 @pytest.mark.parametrize("case", CASES)
 def test_every_text_is_inside_the_figure_and_axes_keep_their_room(case):
     figure = draw(case)
-    renderer, page = figure.canvas.get_renderer(), figure.bbox
+    assert not outside(figure)
     for ax in figure.axes:
-        box = ax.get_tightbbox(renderer)
-        assert box.x0 >= page.x0 - 1 and box.y0 >= page.y0 - 1, case
-        assert box.x1 <= page.x1 + 1 and box.y1 <= page.y1 + 1, case
-        assert ax.get_window_extent(renderer).width > 0.12 * page.width, case
+        assert ax.get_window_extent(figure.canvas.get_renderer()).width > 0.12 * figure.bbox.width, case
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "distribution nothing finite"])  # no curve to name
+def test_every_swatch_of_a_legend_looks_like_something_that_is_drawn(case):
+    assert not stray_swatches(draw(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_logarithmic_axis_has_three_numbers(case):
+    assert not bare_axes(draw(case))
 
 
 @pytest.mark.parametrize("case", ["rollout", "spectra", "loss", "loss validation", "throughput", "distribution"])
@@ -192,9 +207,9 @@ def test_the_callers_settings_are_left_alone():
 
 
 def test_saved_file_is_a_png_at_150_dpi_and_the_same_every_time(tmp_path):
-    first = style.save(CASES["throughput"](), tmp_path / "new" / "figures", "throughput")
-    second = style.save(CASES["throughput"](), tmp_path, "again")
-    assert first == tmp_path / "new" / "figures" / "throughput.png"
+    first = style.save(CASES["spectra"](), tmp_path / "new" / "figures", "spectra")
+    second = style.save(CASES["spectra"](), tmp_path, "again")
+    assert first == tmp_path / "new" / "figures" / "spectra.png"
     assert first.read_bytes() == second.read_bytes()
     width = int.from_bytes(first.read_bytes()[16:20], "big")
     assert width == pytest.approx(4.8 * 150, abs=1)
@@ -220,3 +235,33 @@ def test_pyplot_and_torch_are_never_imported(tmp_path):
         "assert not {'matplotlib.pyplot', 'torch'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_rounding_error_far_below_the_largest_energy_does_not_squeeze_the_spectrum():
+    wavenumber = np.arange(65)
+    truth = 10.0 ** (-wavenumber / 2)  # down to 1e-32
+    bottom, top = plots.spectra(wavenumber, {"truth": truth, "error": truth / 100}).axes[0].get_ylim()
+    assert 1e-9 * truth[1] < bottom < 1e-6 * truth[1] and truth[1] < top < 10 * truth[1]
+
+
+def test_a_data_set_has_one_colour_in_training_and_validation():
+    top, bottom = CASES["loss validation"]().axes
+    colours = [{line.get_label().split(",")[0]: line.get_color() for line in ax.lines[-2:]} for ax in (top, bottom)]
+    assert colours[0]["darcy"] == colours[1]["darcy"] != colours[1]["waves"]
+
+
+def test_every_validation_is_a_point():
+    line = CASES["loss validation"]().axes[1].lines[1]
+    assert line.get_marker() == "o" and list(line.get_ydata()) == [0.83, 0.82, 0.81]
+
+
+def test_steps_of_each_data_set_have_a_colour_and_windows_stand_where_they_were():
+    (ax,) = CASES["throughput"]().axes
+    names = {line.get_label(): line for line in ax.lines}
+    assert names["steps of waves"].get_color() != names["steps of darcy"].get_color()
+    assert sum(len(names[f"steps of {name}"].get_xdata()) for name in ("waves", "darcy")) == (STEPS > 9).sum()
+    (windows,) = (line for name, line in names.items() if name.startswith("windows"))
+    assert (
+        windows.get_xdata()[[0, 1, 3, 4]].tolist() == [10, 20, 20, 30] and np.isnan(windows.get_xdata()[[2, 5]]).all()
+    )
+    assert windows.get_ydata()[[0, 1, 3, 4]].tolist() == [50.5, 50.5, 51.5, 51.5]

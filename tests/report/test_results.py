@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from figure_checks import check
 from made_runs import finished, step, write_run
 
 from upsnb.report import figures, file, results
@@ -126,6 +127,30 @@ def test_every_figure_is_drawn_from_the_folder_alone(tmp_path):
     assert all(path.parent == run.folder / "figures" and path.stat().st_size > 5000 for path in written.values())
 
 
+@pytest.mark.parametrize("steady", [True, False])
+def test_every_figure_says_what_is_seen_with_swatches_and_ticks_that_can_be_read(tmp_path, steady):
+    run = finished(tmp_path / "run", ms=100.0 if steady else 1.0)  # too short for a window
+    for draw in figures.RunFigures.of(run).all().values():
+        check(draw())
+
+
+def test_a_spectrum_is_of_the_whole_split_and_says_where_the_error_reaches_the_truth(tmp_path):
+    figure = figures.RunFigures.of(finished(tmp_path / "run")).spectrum("waves")
+    title = " ".join(figure.get_suptitle().split())
+    assert "reaches the truth from wavenumber 2 on; mean of all 3 samples" in title
+    curves = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].lines}
+    assert curves == {"truth": [0.1, 0.01], "prediction": [0.1, 0.02], "error": [0.02, 0.03]}
+
+
+def test_validations_that_a_resumed_run_repeats_count_once(tmp_path):
+    checks = [(20, 0.5), (40, 0.4), (60, 0.3), (40, 0.35)]
+    events = [step(n) for n in range(1, 61)]
+    events += [{"kind": "eval", "step": n, "val_nrmse": {"waves": error}} for n, error in checks]
+    figure = figures.RunFigures(tmp_path, None, events, "", {}).losses()
+    (line,) = figure.axes[1].lines
+    assert line.get_xdata().tolist() == [20, 40] and line.get_ydata().tolist() == [0.5, 0.35]
+
+
 def test_a_figure_that_was_shown_is_not_drawn_again_to_be_saved(tmp_path, monkeypatch):
     drawn = figures.RunFigures.of(finished(tmp_path / "run"))
     shown = drawn.prediction("darcy")
@@ -144,7 +169,7 @@ def test_two_dimensional_fields_are_drawn_upright(tmp_path):
 
 def test_repeated_steps_of_a_resumed_run_count_once():
     events = [step(n, loss=1.0) for n in range(1, 11)] + [step(n, loss=2.0) for n in range(8, 12)]
-    latest = figures._latest(events)
+    latest = figures.latest(events, "step")
     assert list(latest) == list(range(1, 12)) and latest[8]["loss"] == 2.0 and latest[7]["loss"] == 1.0
 
 

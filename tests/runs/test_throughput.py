@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_runs import step
 
-from upsnb.runs.throughput import steady_throughput
+from upsnb.runs.throughput import steady_throughput, steady_windows
 
 
 def test_only_steady_steps_count():
@@ -50,3 +50,8 @@ def test_without_a_window_nothing_is_claimed(events):
 def test_one_window_has_no_interval():
     speed = steady_throughput([step(n) for n in range(1, 12)])
     assert speed["median"] == pytest.approx(160) and speed["ci95"] == [None, None] and speed["num_windows"] == 1
+
+
+def test_windows_say_when_they_were():
+    events = [step(n, steady=n > 5) for n in range(1, 26)]
+    assert steady_windows(events) == [pytest.approx((0.5, 1.5, 160)), pytest.approx((1.5, 2.5, 160))]

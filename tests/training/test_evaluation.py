@@ -99,6 +99,17 @@ def _with_lock(function):
     return call
 
 
+def test_spectra_are_of_every_sample_at_the_last_frame(setup):
+    for name, result in run(setup).items():
+        dataset = setup.datasets[name]
+        frames = dataset.frames if dataset.spec.time_dependent else slice(None)
+        truth = torch.from_numpy(dataset.source.read(dataset.splits["validation"], frames)[1])[:, -1:]
+        wavenumber, energy = metrics.energy_spectrum(truth)
+        assert len(truth) == 5 and result["spectrum"]["wavenumber"] == wavenumber.tolist()
+        assert result["spectrum"]["truth"] == pytest.approx(energy.double().mean(0)[0, 0].tolist())
+        assert result["spectrum"]["error"] != result["spectrum"]["prediction"] != result["spectrum"]["truth"]
+
+
 def test_a_perfect_model_has_no_error(setup, monkeypatch):
     truth = {name: d.source.read(d.splits["validation"], d.frames)[1] for name, d in setup.datasets.items()}
     frames = {"advection": torch.from_numpy(truth["advection"]), "darcy": torch.from_numpy(truth["darcy"])}

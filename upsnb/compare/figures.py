@@ -1,8 +1,9 @@
-"""Comparisons to look at: tables, and figures of speed, quality over time, and memory."""
+"""Comparisons to look at: tables, and figures of speed, quality over time, and memory; any runs in one figure."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,113 +14,175 @@ from matplotlib.ticker import MaxNLocator
 
 from upsnb.compare.arms import ARMS
 from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, facts, judged, score
-from upsnb.report.file import number
-from upsnb.report.style import BLUE, GREY, PALETTE, VERMILLION, empty_figure, label, legend, save, styled
+from upsnb.errors import RunError
+from upsnb.report import style
+from upsnb.report.figures import floats, latest
+from upsnb.report.file import factor, number
+from upsnb.report.style import BLACK, BLUE, GREEN, GREY, PALETTE, VERMILLION, empty_figure, label, legend, styled
 from upsnb.runs.handle import Run
-from upsnb.runs.runfolder import FIGURES, REPORT
+from upsnb.runs.runfolder import REPORT
+from upsnb.runs.throughput import steady_windows
+
+OVER = {"step": label("optimizer step"), "seconds": label("training time", "s")}  # of an overlay
 
 
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """Baseline blue, its rival vermillion, the baseline's double grey; the same in every figure."""
-    fixed = dict(zip([name for name in names if name != NOISE], (BLUE, VERMILLION, *PALETTE[2:])))
-    return fixed | {NOISE: GREY}
+def looks(names: Sequence[str]) -> dict[str, dict]:
+    """Baseline blue, its rival vermillion; the baseline's double grey, dashed and hollow, so that it covers neither."""
+    fixed = zip((name for name in names if name != NOISE), (BLUE, VERMILLION, *PALETTE[2:]))
+    double = {"color": GREY, "linestyle": "--", "markerfacecolor": "none"}
+    return {**{name: {"color": colour} for name, colour in fixed}, NOISE: double}
 
 
 @styled
-def speed(blocks: Sequence[dict], ratios: Mapping[str, Mapping], *, baseline: str) -> Figure:
-    """Left, throughput of every turn in its order; right, ratios to the baseline with 95 % intervals.
+def speed(blocks: Sequence[dict], report: Mapping) -> Figure:
+    """Left, throughput of every turn in its order and the median; right, ratios to the baseline with 95 % intervals.
 
     Args:
         blocks: {"arm", "samples", "seconds"} in the order of time.
-        ratios: name -> {"median", "ci95"}, of throughputs over the baseline's.
     """
+    baseline, ratios = report["baseline"], {report["optimized"]: report["speedup"], NOISE: report["aa_ratio"]}
+    wanted = required(report).get("speedup", 1.0)
     names = list(dict.fromkeys(block["arm"] for block in blocks))
-    colour = colours(names)
-    figure = empty_figure(7.2, 2.9)
+    look = looks([baseline, *ratios])
+    title = f"Throughput of {report['optimized']} over {baseline}'s: {next(iter(facts(report).values()))}"
+    figure = empty_figure(7.2, 2.9, title)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for name in names:
         turns = [number for number, block in enumerate(blocks, 1) if block["arm"] == name]
         rates = [block["samples"] / block["seconds"] for block in blocks if block["arm"] == name]
-        left.plot(turns, rates, "o", ms=4, color=colour[name], label=name)
-        left.axhline(np.median(rates), color=colour[name], lw=0.9, alpha=0.6)
+        left.plot(turns, rates, "o", ms=4, **(look[name] | {"linestyle": "none"}), label=name)
+        left.axhline(np.median(rates), **look[name], lw=1.2)
     left.set(xlabel=label("turn, in the order of time"), ylabel=label("throughput", "samples/s"))
     left.set_ylim(0)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(left)
-    shown = [(name, ratio) for name, ratio in ratios.items() if ratio and ratio["median"] is not None]
-    for row, (name, ratio) in enumerate(shown):
-        median, (low, high) = ratio["median"], ratio["ci95"]
-        if low is not None:
-            right.plot([low, high], [row, row], color=colour.get(name, VERMILLION), lw=3, solid_capstyle="butt")
-        right.plot(median, row, "o", color=colour.get(name, VERMILLION), ms=6)
-        interval = f" [{low:.2f}, {high:.2f}]" if low is not None else ""
-        ends = [end for end in (low, median, high) if end is not None]
+    shown = {name: ratio for name, ratio in ratios.items() if ratio and ratio["median"] is not None}
+    reach = [1.0, wanted]
+    for row, (name, ratio) in enumerate(shown.items()):
+        median, colour, ends = ratio["median"], look[name]["color"], [ratio["median"]]
+        if ratio["ci95"][0] is not None:
+            ends += ratio["ci95"]
+            right.plot(ratio["ci95"], [row, row], color=colour, lw=9, solid_capstyle="butt")
+        right.plot(median, row, "|", color=BLACK, ms=14, mew=1)
         side, place = ("left", min(ends)) if median < 1.5 else ("right", max(ends))  # inwards, away from the frame
-        right.annotate(f"{median:.2f}{interval}", (place, row), (0, 8), textcoords="offset points", ha=side, fontsize=8)
-    right.axvline(1, color=GREY, ls="--", lw=1)
-    right.set_yticks(range(len(shown)), [name for name, _ in shown])
-    right.set_ylim(-0.6, len(shown) - 0.4)
-    highest = max((max(ratio["median"], ratio["ci95"][1] or 0) for _, ratio in shown), default=1)
-    lowest = min((min(ratio["median"], ratio["ci95"][0] or np.inf) for _, ratio in shown), default=1)
-    margin = 0.15 * max(highest - min(lowest, 1), 0.1)
-    right.set_xlim(min(lowest, 1) - margin, max(highest, 1) + margin)
-    right.set(xlabel=label(f"throughput / {baseline}'s"))
-    right.grid(axis="y", visible=False)
+        how = {"ha": side, "fontsize": 8, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+        right.annotate(factor(ratio), (place, row), (0, 10), textcoords="offset points", **how)
+        reach += ends
+    right.axvline(1, color=GREY, ls="--", lw=1, label="equal")
+    if wanted != 1:
+        right.axvline(wanted, color=GREEN, ls=":", lw=1.5, label=f"required {number(wanted)}")
+    style.name_rows(right, list(shown), label(f"throughput / {baseline}'s"))
+    margin = 0.15 * max(max(reach) - min(reach), 0.1)
+    right.set_xlim(min(reach) - margin, max(reach) + margin)
+    for ax in (left, right):
+        legend(ax)
     return figure
 
 
 @styled
-def quality(curves: Mapping[str, Sequence[tuple]], *, target: float | None = None) -> Figure:
-    """Validation nRMSE over training time and over samples seen, one curve a run; the dashed line is the target.
+def quality(curves: Mapping[str, Sequence[tuple]], report: Mapping) -> Figure:
+    """Validation nRMSE over training time and over samples seen, one curve a run; dotted what time to quality is to.
 
     Args:
         curves: arm -> [(time [s], samples, nRMSE [-]) of every validation, as arrays], one entry a seed.
     """
-    colour = colours(list(curves))
-    figure = empty_figure(7.2, 2.9)
+    last = f"{report['baseline']}'s last + {QUALITY_TOLERANCE:.0%}"
+    target = (1 + QUALITY_TOLERANCE) * np.mean([one["val_loss"] for one in report["arms"][report["baseline"]]])
+    speedup = report["time_to_quality_speedup"]
+    came = (
+        f"{report['optimized']} gets there {speedup:.2f} times as fast" if speedup else "not every training got there"
+    )
+    title = f"Validation nRMSE of {target:.3g}, {last}: {came}"
+    look = looks(list(curves))
+    figure = empty_figure(7.2, 3.1, title)
     axes = figure.subplots(1, 2, sharey=True)
     for name, runs in curves.items():
         for seed, (times, samples, nrmse) in enumerate(runs):
             for ax, x in zip(axes, (times, samples)):
-                ax.plot(x, nrmse, "-o", ms=3, lw=1.2, color=colour[name], label=name if seed == 0 else None)
-    for ax in axes:
-        ax.set_yscale("log")
-        if target is not None:
-            ax.axhline(target, color=GREY, ls="--", lw=1)
-            ax.annotate(
-                "baseline's last + 3 %", (0.01, target), (0, -10), xycoords=("axes fraction", "data"),
-                textcoords="offset points", fontsize=7.5, color=GREY,
-            )  # fmt: skip
+                ax.plot(x, nrmse, marker="o", ms=4, lw=1.2, **look[name], label=name if seed == 0 else None)
     axes[0].set(xlabel=label("training time, compilation included", "s"), ylabel=label("validation nRMSE"))
     axes[1].set(xlabel=label("samples seen"))
-    axes[0].set_xlim(0)
-    axes[1].set_xlim(0)
-    legend(axes[0])
+    for ax in axes:
+        ax.set(yscale="log", xlim=(0, None))
+        ax.ticklabel_format(axis="x", style="plain")
+        ax.locator_params(axis="x", nbins=5)
+        ax.axhline(target, color=GREEN, ls=":", lw=1.5, label=last)
+    legend(axes[0], 2)
     return figure
 
 
 @styled
-def outcome(arms: Mapping[str, Sequence[dict]]) -> Figure:
-    """Error of each dataset and memory of a rank, by arm; a dot a seed, the bar their mean.
-
-    Args:
-        arms: arm -> runs with `nrmse` by dataset and `peak_memory_gib`.
-    """
-    colour = colours(list(arms))
-    datasets = list(next(iter(arms.values()))[0]["nrmse"])
-    figure = empty_figure(7.2, 2.7)
-    axes = figure.subplots(1, len(datasets) + 1, squeeze=False)[0]
-    panels = [(f"{name}: nRMSE", "-", lambda run, name=name: run["nrmse"][name]) for name in datasets]
-    panels.append(("peak memory of a rank", "GiB", lambda run: run["peak_memory_gib"]))
-    for ax, (quantity, unit, value) in zip(axes, panels):
-        for place, (name, runs) in enumerate(arms.items()):
-            values = [value(run) for run in runs]
-            ax.bar(place, np.mean(values), width=0.6, color=colour[name], alpha=0.35)
-            ax.plot([place] * len(values), values, "o", ms=4, color=colour[name])
-        ax.set_xticks(range(len(arms)), list(arms))
-        ax.set(ylabel=label(quantity, unit))
+def outcome(report: Mapping) -> Figure:
+    """Error of each dataset and memory of a rank, by arm; a dot a seed, the bar their mean, dotted what is required."""
+    arms, first, second = report["arms"], report["baseline"], report["optimized"]
+    values = {
+        label(f"{name}: nRMSE"): {arm: floats([run["nrmse"][name] for run in runs]) for arm, runs in arms.items()}
+        for name in report["nrmse_ratio"]
+    }
+    memory = {arm: floats([run["peak_memory_gib"] for run in runs]) for arm, runs in arms.items()}
+    ratios = ", ".join(f"{name} {number(ratio, 3)}" for name, ratio in report["nrmse_ratio"].items())
+    more = memory[second].mean() / memory[first].mean()
+    figure = empty_figure(7.2, 2.7, f"{second} over {first}: nRMSE {ratios}; peak memory {more:.2f}")
+    axes = figure.subplots(1, len(values) + 1, squeeze=False)[0]
+    most, look = required(report), looks(list(arms))
+    limits = [most.get("nrmse_ratio", np.inf) * those[first].mean() for those in values.values()]
+    limits.append(most.get("memory_gib", np.inf))
+    values[label("peak memory of a rank", "GiB")] = memory
+    for ax, limit, (quantity, those) in zip(axes, limits, values.items()):
+        for place, (arm, found) in enumerate(those.items()):
+            beside = place + 0.12 * (np.arange(len(found)) - (len(found) - 1) / 2)  # equal ones are seen, too
+            ax.bar(place, found.mean(), width=0.6, color=look[arm]["color"], alpha=0.35)
+            ax.plot(beside, found, "o", ms=4, **(look[arm] | {"linestyle": "none"}))
+        if limit < 1.5 * ax.get_ylim()[1]:  # farther away it would flatten the bars, and holds without being drawn
+            ax.axhline(limit, color=GREEN, ls=":", lw=1.5, label=f"at most {number(limit, 3)}")
+            legend(ax)
+        ax.set(xticks=range(len(arms)), xticklabels=list(arms), ylabel=quantity)
         ax.grid(axis="x", visible=False)
     return figure
+
+
+@styled
+def overlay(runs: Sequence[Run | Path | str], over: str = "step") -> Figure:
+    """Training loss, validation nRMSE and throughput of any runs, a colour each, whatever state they are in.
+
+    Losses are running medians, validations means over the datasets, throughputs those of windows of steady steps.
+
+    Args:
+        runs: or their folders.
+        over: "step", or "seconds" of training.
+    Raises:
+        RunError: nothing to draw, or an unknown `over`.
+    """
+    runs = [run if isinstance(run, Run) else Run.attach(run) for run in runs]
+    if not runs or over not in OVER:
+        raise RunError(f"an overlay of {len(runs)} runs over {over!r} -> give one or more, over {' or '.join(OVER)}")
+    above = os.path.commonpath([run.folder.parent for run in runs])  # runs of two comparisons have the same names
+    curves = {str(run.folder.relative_to(above)): _curves(run.events(), over == "step") for run in runs}
+    last = {name: [values[-1] if len(values) else np.nan for _, values in three] for name, three in curves.items()}
+    told = "; ".join(f"{name} {loss:.2g} and {nrmse:.2g}" for name, (loss, nrmse, _) in last.items())
+    figure = empty_figure(7.2, 5.6, f"Training loss and validation nRMSE at last: {told}")
+    panels = figure.subplots(3, 1, sharex=True)
+    for name, look in style.looks(curves).items():
+        for ax, (x, values) in zip(panels, curves[name]):
+            ax.plot(x, values, **look, marker="o", ms=style.point_size(len(x)), lw=1.2, label=name if len(x) else "")
+    panels[0].set(yscale="log", ylabel=label("training loss"))
+    panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
+    panels[2].set(ylabel=label("throughput", "samples/s"), xlabel=OVER[over], ylim=(0, None))
+    legend(panels[0])
+    return figure
+
+
+def _curves(events: list[dict], by_step: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, loss), (x, validation nRMSE) and (x, samples/s) of one run."""
+    key = "step" if by_step else "time_s"
+    steps = [step for step in latest(events, "step").values() if step["loss"] is not None]
+    checks, windows = list(latest(events, "eval").values()), np.reshape(steady_windows(events), (-1, 3))
+    x, time_s = (np.array([step[name] for step in steps]) for name in (key, "time_s"))
+    middles_s = windows[:, :2].mean(axis=1)
+    return [
+        (x, style.running_median(style.positive([step["loss"] for step in steps]))),
+        (np.array([check[key] for check in checks]), style.positive([score(check) for check in checks])),
+        (np.interp(middles_s, time_s, x) if len(steps) else middles_s, windows[:, 2]),
+    ]
 
 
 # -- tables and figures ----------------------------------------------------------------------------------------------
@@ -140,23 +203,24 @@ def curves(runs: dict[str, list[Run]]) -> dict[str, list[tuple]]:
 
 def write_figures(folder: Path | str) -> dict[str, Path]:
     """Draw a comparison from its folder into `figures/`; figure name -> PNG."""
-    return {name: save(figure, Path(folder) / FIGURES, name) for name, figure in draw(folder).items()}
+    return style.save_all(draw(folder), folder)
 
 
 def draw(folder: Path | str) -> dict[str, Figure]:
     """All figures of a comparison: speed (where arms took turns), quality, outcome."""
     folder = Path(folder)
-    report = json.loads((folder / REPORT).read_text())
-    record = json.loads((folder / ARMS).read_text())
-    first, second = record["names"]
+    report, record = (json.loads((folder / name).read_text()) for name in (REPORT, ARMS))
     runs = {name: [Run.attach(folder / path) for path in paths] for name, paths in record["runs"].items()}
-    target = (1 + QUALITY_TOLERANCE) * np.mean([one["val_loss"] for one in report["arms"][first]])
-    ratios = {NOISE: report["aa_ratio"], second: report["speedup"]}
     return {
-        "speed": speed(record["blocks"], ratios, baseline=first),
-        "quality": quality(curves(runs), target=target),
-        "outcome": outcome(report["arms"]),
+        "speed": speed(record["blocks"], report),
+        "quality": quality(curves(runs), report),
+        "outcome": outcome(report),
     }
+
+
+def required(report: Mapping) -> dict[str, float]:
+    """What each criterion asks for."""
+    return {item["name"]: item["required"] for item in report["criteria"]}
 
 
 def arms_table(report: dict) -> pd.DataFrame:

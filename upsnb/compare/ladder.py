@@ -22,6 +22,7 @@ from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
 from upsnb.report.file import factor, finish, number
 from upsnb.runs import handle
+from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "phases"
 BASELINE, FULL = "baseline", "full set"
@@ -50,7 +51,7 @@ def plan(
 
     Args:
         base: model, data and everything that is no phase; its phases are switched off.
-        chosen: names of phases; empty: all eight.
+        chosen: names of phases, measured in their own order; empty: all eight.
     Raises:
         ConfigError: an unknown phase, or a base that stays impossible here with all phases off.
     """
@@ -61,7 +62,7 @@ def plan(
     off = overlays.apply(base, phases.baseline_overlay(base))
     hardware.check_runnable(off, machine)
     skipped, used = {}, []
-    for phase in [phases.BY_NAME[name] for name in chosen] or PHASES:
+    for phase in [phase for name, phase in phases.BY_NAME.items() if name in chosen] or PHASES:
         problems = phases.unmet(phase, off, machine)
         if problems:
             skipped[phase.name] = "; ".join(map(str, problems))
@@ -87,7 +88,7 @@ def measure(
     rounds: int = 6,
     quality_epochs: int = 0,
     criteria: dict | None = None,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = rewrite,
 ) -> dict:
     """Measure all entries of `plan` and recommend a set; the report, also written to `report.json`.
 

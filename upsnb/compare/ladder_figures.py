@@ -10,57 +10,54 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from upsnb.compare.ladder import BASELINE, TITLES, finding
+from upsnb.compare.ladder import BASELINE, TITLES, finding, recommended
 from upsnb.phases import BY_NAME
 from upsnb.report.file import number
-from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, save, styled
-from upsnb.runs.runfolder import FIGURES, REPORT
+from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, name_rows, note, save_all, shared_legend, styled
+from upsnb.runs.runfolder import REPORT
 
 
 @styled
 def promise_and_measurement(report: Mapping) -> Figure:
-    """Throughput over the reference's, a row a phase: hollow grey is promised, filled is measured with its interval.
-
-    Blue gains, vermillion loses, and a pale dot is one whose interval holds 1.
-    """
+    """Throughput over the reference's, a row a phase in their order: hollow grey is promised, filled is measured with
+    its interval. Blue gains, vermillion loses, and a pale dot is one whose interval holds 1."""
     panels = [(kind, report[kind]) for kind in TITLES if report[kind]]
-    names = list(dict.fromkeys(row["phase"] for _, rows in panels for row in rows)) + list(report["skipped"])
-    figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2))
+    shown = {row["phase"] for _, rows in panels for row in rows} | report["skipped"].keys()
+    names = [name for name in BY_NAME if name in shown]
+    gain = sum((row["ratio"]["ci95"][0] or 0) > 1 for row in report["alone"])
+    title = f"{gain} of {len(names)} phases are sure to gain alone. {recommended(report)}"
+    figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2), title)
     axes = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
     for ax, (kind, rows) in zip(axes, panels):
-        _rows(ax, rows, names)
-        ax.set_title(TITLES[kind])
         over = "with / without it" if kind == "leave_one_out" else "/ baseline's"
-        ax.set_xlabel(f"throughput {over} [-]", fontsize=8.5)
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].set_ylim(len(names) - 0.4, -0.6)
-    axes[0].plot([], [], "o", mfc="none", mec=GREY, ms=7, label="promised")
-    axes[0].plot([], [], "o", color=BLUE, ms=6, label="measured, faster")
-    axes[0].plot([], [], "o", color=VERMILLION, ms=6, label="measured, slower")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    for row, name in enumerate(names):
-        if name in report["skipped"]:
-            axes[0].annotate("not possible here", (1, row), (6, 0), textcoords="offset points", va="center", color=GREY)
+        name_rows(ax, [f"{BY_NAME[name].number or ''} {name}" for name in names], f"throughput {over} [-]")
+        ax.xaxis.label.set_size(8.5)
+        ax.set_title(TITLES[kind])
+        _rows(ax, rows, names)
+    for name in report["skipped"]:
+        note(axes[0], 1, names.index(name), "not possible here", color=GREY)
+    shared_legend(figure, 3)
     return figure
 
 
 def _rows(ax: Axes, rows: Sequence[Mapping], names: Sequence[str]) -> None:
     ax.axvline(1, color=GREY, lw=1, ls="--")
-    ax.grid(axis="y", visible=False)
     reach = [1.0]
     for row in rows:
         place, ratio = names.index(row["phase"]), row["ratio"]
         if row["promised"] and row["kind"] != "leave_one_out":
-            ax.plot(row["promised"], place, "o", mfc="none", mec=GREY, ms=7)
+            ax.plot(row["promised"], place, "o", mfc="none", mec=GREY, ms=7, label="promised")
             reach.append(row["promised"])
         if ratio["median"] is None:
-            why = "failed" if "failed" in row else "no steady step"
-            ax.annotate(why, (1, place), (6, 0), textcoords="offset points", va="center", color=VERMILLION)
+            note(ax, 1, place, "failed" if "failed" in row else "no steady step", color=VERMILLION)
             continue
         low, high = (end if end is not None else ratio["median"] for end in ratio["ci95"])
-        colour, sure = (BLUE if ratio["median"] >= 1 else VERMILLION), not low <= 1 <= high
-        ax.plot([low, high], [place, place], color=colour, lw=3, alpha=1 if sure else 0.4, solid_capstyle="butt")
-        ax.plot(ratio["median"], place, "o", color=colour, ms=6, alpha=1 if sure else 0.4)
+        colour, word = (BLUE, "faster") if ratio["median"] >= 1 else (VERMILLION, "slower")
+        sure = not low <= 1 <= high
+        look = {"color": colour, "alpha": 1 if sure else 0.4}
+        ax.plot([low, high], [place, place], lw=3, solid_capstyle="butt", **look)
+        name = f"measured, {word}" if sure else f"measured, {word}, but 1 is in its interval"
+        ax.plot(ratio["median"], place, "o", ms=6, label=name, **look)
         ax.annotate(
             f"{ratio['median']:.2f}", (1, place), (-2, 0), xycoords=("axes fraction", "data"),
             textcoords="offset points", va="center", ha="right", color=colour, fontsize=8,
@@ -100,5 +97,4 @@ def table(report: Mapping) -> pd.DataFrame:
 
 def write_figures(folder: Path | str) -> dict[str, Path]:
     """Draw a ladder from its folder into `figures/`; figure name -> PNG."""
-    report = json.loads((Path(folder) / REPORT).read_text())
-    return {"ladder": save(promise_and_measurement(report), Path(folder) / FIGURES, "ladder")}
+    return save_all({"ladder": promise_and_measurement(json.loads((Path(folder) / REPORT).read_text()))}, folder)

@@ -12,10 +12,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from upsnb.compare.scaling import AGAIN, PROMISED, Entry, finding
-from upsnb.report.file import number
-from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, label, save, styled
-from upsnb.runs.runfolder import FIGURES, REPORT
+from upsnb.compare.scaling import AGAIN, PROMISED, REHEARSAL, Entry, finding
+from upsnb.report.file import factor, number
+from upsnb.report.style import (
+    BLUE,
+    GREY,
+    VERMILLION,
+    empty_figure,
+    label,
+    name_rows,
+    note,
+    save_all,
+    shared_legend,
+    styled,
+)
+from upsnb.runs.runfolder import REPORT
 
 COLOURS, DASHES = {"ddp": BLUE, "fsdp2": VERMILLION}, {"weak": "-", "strong": ":", AGAIN: "-"}
 MARKERS = {"weak": "o", "strong": "s", AGAIN: "o"}
@@ -25,17 +36,19 @@ MARKERS = {"weak": "o", "strong": "s", AGAIN: "o"}
 def throughput(report: Mapping) -> Figure:
     """Left, samples per second over one rank's, with the ideal dashed and the promised range in grey; right, the share
     of a step that waits for communication."""
-    rehearsal = "rehearsal: more ranks than devices, not a measurement of speed"
-    figure = empty_figure(7.2, 3.3, rehearsal if report["rehearsal"] else "")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     rows = [row for row in report["rows"] if row["ratio"]["median"] is not None]
+    title = f"{len(rows)} of {len(report['rows'])} were measured"
+    if rows:
+        best = max(rows, key=lambda row: (row["ranks"], row["ratio"]["median"]))
+        many = f"{best['ranks']} ranks ({best['wrapper']}, {best['mode']})"
+        title = f"Throughput of {many} over one rank's: {factor(best['ratio'])}"
+    figure = empty_figure(7.2, 3.3, f"{title}. {REHEARSAL if report['rehearsal'] else ''}".strip())
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     counts = sorted({1, *(row["ranks"] for row in report["rows"])})
     left.plot(counts, counts, color=GREY, ls="--", lw=1, label="ideal")
     for count, (low, high) in PROMISED.items():
         if count in counts:
-            left.plot([count, count], [low, high], color=GREY, lw=9, alpha=0.35, solid_capstyle="butt", zorder=1)
-    if set(PROMISED) & set(counts):
-        left.fill_between([], [], [], color=GREY, alpha=0.35, lw=0, label="promised")
+            left.fill_between([count * 0.95, count * 1.05], low, high, color=GREY, alpha=0.35, lw=0, label="promised")
     for wrapper, mode in sorted({(row["wrapper"], row["mode"]) for row in rows if row["mode"] != AGAIN}):
         chosen = [row for row in rows if row["wrapper"] == wrapper and row["mode"] in (mode, AGAIN)]
         if wrapper == "fsdp2" and mode != "weak":  # a single rank's batch is not shared: one row for both
@@ -50,7 +63,7 @@ def throughput(report: Mapping) -> Figure:
     ticks = 2.0 ** np.arange(np.floor(ends.min()), np.ceil(ends.max()) + 1)
     left.set_xlabel(label("ranks"))
     left.set_ylabel(label("throughput over one rank's"))
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    shared_legend(figure, 6)
     _communication(
         right, [row for row in report["rows"] if row["ranks"] > 1 and row["communication_share"] is not None]
     )
@@ -75,13 +88,11 @@ def _communication(ax: Axes, rows: list[Mapping]) -> None:
     shares = [100 * row["communication_share"] for row in rows]
     ax.barh(range(len(rows)), shares, 0.62, color=[COLOURS[row["wrapper"]] for row in rows])
     for place, share in enumerate(shares):
-        ax.annotate(f"{share:.0f} %", (share, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set_yticks(range(len(rows)), names)
-    ax.set_ylim(max(len(rows), 4) - 0.5, -0.5)
-    ax.grid(axis="y", visible=False)
+        note(ax, share, place, f"{share:.0f} %")
+    name_rows(ax, names, label("step waiting for communication", "%"))
+    ax.set_ylim(max(len(rows), 4) - 0.5, -0.5)  # no broad bars where there are few
     ax.margins(x=0.2)
     ax.set_xlim(left=0)
-    ax.set_xlabel(label("step waiting for communication", "%"))
 
 
 def plan_table(entries: Sequence[Entry]) -> pd.DataFrame:
@@ -123,5 +134,4 @@ def table(report: Mapping) -> pd.DataFrame:
 
 def write_figures(folder: Path | str) -> dict[str, Path]:
     """Draw scaling from its report into `figures/`; figure name -> PNG."""
-    report = json.loads((Path(folder) / REPORT).read_text())
-    return {"scaling": save(throughput(report), Path(folder) / FIGURES, "scaling")}
+    return save_all({"scaling": throughput(json.loads((Path(folder) / REPORT).read_text()))}, folder)

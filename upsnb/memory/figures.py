@@ -26,12 +26,17 @@ from upsnb.report.style import (
     empty_figure,
     label,
     legend,
+    name_rows,
+    note,
     styled,
 )
 
 COLOURS = dict(zip(KINDS, (BLUE, SKY, GREY, GREEN, ORANGE, VERMILLION, PURPLE), strict=True))
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MOST_MODULES = 12  # that have a bar of their own
+LEAST_DRAWN = 0.005  # of all bytes that a module of its own holds; smaller ones would be labels without bars
+MEASURED = 0.45  # opacity of what was measured
+FULLEST = "memory at the step's fullest moment"
 VISIBLE = 0.004  # share of the largest bar below which a kind is not drawn nor named
 
 
@@ -42,26 +47,27 @@ def predicted_beside_measured(rows: Sequence[Mapping]) -> Figure:
     Args:
         rows: from `bars`; "measured_bytes" is the allocator's own total.
     """
-    figure = empty_figure(7.2, 0.9 + 0.52 * len(rows))
-    ax = figure.subplots()
-    largest = max(sum(row["predicted"].values()) for row in rows)
+    names, totals = [_spoken(row["config"]) for row in rows], [sum(row["predicted"].values()) for row in rows]
+    largest, least = max(totals), int(np.argmin(totals))
     unit, scale = _unit(largest)
+    measured = {place: row["measured_bytes"] for place, row in enumerate(rows) if row["measured"] is not None}
+    off = {place: 100 * (totals[place] / nbytes - 1) for place, nbytes in measured.items()}
+    title = f"{names[0].capitalize()} a step takes {totals[0] / scale:.3g} {unit}, "
+    title += f"with {names[least]} {totals[least] / scale:.3g}, the least"
+    title += f"; predictions are off by at most {max(map(abs, off.values())):.1f} %" if off else ""
+    figure = empty_figure(7.2, 0.9 + 0.52 * len(rows), title)
+    ax = figure.subplots()
     for place, row in enumerate(rows):
-        total = sum(row["predicted"].values())
-        _stack(ax, place - (0.19 if row["measured"] is not None else 0), row["predicted"], scale, 1.0)
-        text = f"{total / scale:.3g} predicted, not measured"
-        if row["measured"] is not None:
-            _stack(ax, place + 0.19, row["measured"], scale, 0.45)
-            error = round(100 * (total / row["measured_bytes"] - 1), 1) + 0.0  # no -0.0
-            text = f"{total / scale:.3g} predicted, {row['measured_bytes'] / scale:.3g} measured ({error:+.1f} %)"
-        longest = max(total, row["measured_bytes"] or 0) / scale
-        ax.text(longest + 0.012 * largest / scale, place, text, va="center", fontsize=7.5)
-    ax.set(yticks=range(len(rows)), yticklabels=[row["config"].replace("_", " ") for row in rows])
-    ax.set(xlabel=label("memory at the step's fullest moment", unit), xlim=(0, 1.6 * largest / scale))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
-    _name_kinds(ax, [row["predicted"] for row in rows], largest, " (pale: measured)")
+        _stack(ax, place - (0.19 if place in measured else 0), row["predicted"], scale)
+        text = f"{totals[place] / scale:.3g} predicted, not measured"
+        if place in measured:
+            _stack(ax, place + 0.19, row["measured"], scale, MEASURED)
+            error = round(off[place], 1) + 0.0  # no -0.0
+            text = f"{totals[place] / scale:.3g} predicted, {measured[place] / scale:.3g} measured ({error:+.1f} %)"
+        note(ax, max(totals[place], measured.get(place, 0)) / scale, place, text)
+    name_rows(ax, names, label(FULLEST, unit))
+    ax.set_xlim(0, 1.75 * largest / scale)
+    _name_kinds(ax, [row["predicted"] for row in rows], largest, bool(measured))
     return figure
 
 
@@ -78,20 +84,22 @@ def bars(rows: Sequence[Mapping]) -> list[dict]:
     ]
 
 
-def _stack(ax: Axes, place: float, kinds: Mapping[str, int], scale: float, alpha: float, height: float = 0.36) -> None:
+def _stack(
+    ax: Axes, place: float, kinds: Mapping[str, int], scale: float, alpha: float = 1.0, height: float = 0.36
+) -> None:
     left = 0.0
     for kind, nbytes in kinds.items():
         ax.barh(place, nbytes / scale, height, left=left, color=COLOURS[kind], alpha=alpha, linewidth=0)
         left += nbytes / scale
 
 
-def _name_kinds(ax: Axes, stacks: Sequence[Mapping[str, int]], largest: float, more: str = "") -> None:
+def _name_kinds(ax: Axes, stacks: Sequence[Mapping[str, int]], largest: float, pale: bool = False) -> None:
     """Colours of the kinds that can be seen."""
     seen = [kind for kind in KINDS if any(stack[kind] > VISIBLE * largest for stack in stacks)]
-    patches = [Patch(color=COLOURS[kind], label=kind + (more if kind == seen[-1] else "")) for kind in seen]
-    ax.legend(
-        handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), columnspacing=1.1, handlelength=1
-    )
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in seen]
+    handles += [Patch(color=COLOURS[seen[0]], alpha=MEASURED, lw=0, label="measured: pale")] * pale
+    columns = {"ncols": 4 if pale else 6, "columnspacing": 1.1, "handlelength": 1}
+    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), **columns)
 
 
 @styled
@@ -104,7 +112,12 @@ def through_a_step(account: Account) -> Figure:
     marks = [(start / 1e3, what) for start, what in account.marks]
     total = levels.sum(axis=1)
     unit, scale = _unit(total.max())
-    figure = empty_figure(7.2, 3.2)
+    peak = int(total.argmax())
+    during = next((what for start, what in reversed(marks) if start <= times[peak]), "the step")
+    most = int(levels[peak].argmax())
+    share = levels[peak, most] / total[peak]
+    title = f"Fullest with {total[peak] / scale:.3g} {unit}, in the {_part(during)}: {share:.0%} {KINDS[most]}"
+    figure = empty_figure(7.2, 3.2, title)
     ax = figure.subplots()
     seen = [i for i in range(len(KINDS)) if levels[:, i].max() > VISIBLE * total.max()]
     ends = np.append(times, end)
@@ -117,7 +130,6 @@ def through_a_step(account: Account) -> Figure:
         labels=[KINDS[i] for i in seen],
         linewidth=0,
     )
-    peak = int(total.argmax())
     ax.plot(times[peak], total[peak] / scale, "o", color=BLACK, markersize=4)
     right = times[peak] > 0.6 * ends[-1]
     ax.annotate(
@@ -132,10 +144,15 @@ def through_a_step(account: Account) -> Figure:
         stop = marks[number + 1][0] if number + 1 < len(marks) else ends[-1]
         if number:
             ax.axvline(start, color=GREY, linewidth=0.6, linestyle=":")
-        short = {"forward pass": "forward", BACKWARD: "backward"}.get(what, "optimizer")
         if stop - start > 0.055 * (ends[-1] - begin):
             ax.text(
-                (start + stop) / 2, 1.19 * total.max() / scale, short, ha="center", va="top", fontsize=7.5, color=GREY
+                (start + stop) / 2,
+                1.19 * total.max() / scale,
+                _part(what),
+                ha="center",
+                va="top",
+                fontsize=7.5,
+                color=GREY,
             )
     ax.set(xlim=(begin, ends[-1]), ylim=(0, 1.21 * total.max() / scale))
     ax.set(xlabel=label("operations and frees since the step began", "thousands"), ylabel=label("memory", unit))
@@ -145,35 +162,41 @@ def through_a_step(account: Account) -> Figure:
 
 @styled
 def by_module(table: Mapping[str, Mapping[str, int]]) -> Figure:
-    """Where the fullest moment's bytes belong: a bar a module, stacked by kind, the largest first."""
-    modules = dict(list(table.items())[:MOST_MODULES])
-    rest = list(table.values())[MOST_MODULES:]
+    """Where the fullest moment's bytes belong: a bar a module, stacked by kind, the largest first; what is less than
+    half a percent is one bar together."""
+    whole = sum(sum(row.values()) for row in table.values())
+    shown = [name for name, row in table.items() if sum(row.values()) >= LEAST_DRAWN * whole][:MOST_MODULES]
+    modules = {name: table[name] for name in shown}
+    rest = [row for name, row in table.items() if name not in modules]
     if rest:
-        modules["all others"] = {kind: sum(row[kind] for row in rest) for kind in KINDS}
-    figure = empty_figure(7.2, 1.0 + 0.24 * len(modules))
+        modules[f"{len(rest)} others"] = {kind: sum(row[kind] for row in rest) for kind in KINDS}
+    sizes = [sum(row.values()) for row in modules.values()]
+    unit, scale = _unit(max(sizes))
+    title = f"{shown[0]} holds {sizes[0] / whole:.0%} of the {whole / scale:.3g} {unit} at the step's fullest moment"
+    figure = empty_figure(7.2, 1.0 + 0.24 * len(modules), title)
     ax = figure.subplots()
-    whole = sum(sum(row.values()) for row in modules.values())
-    largest = max(sum(row.values()) for row in modules.values())
-    unit, scale = _unit(largest)
-    for place, row in enumerate(modules.values()):
-        _stack(ax, place, row, scale, 1.0, 0.7)
-        size = sum(row.values())
-        ax.text(size / scale + 0.01 * largest / scale, place, f"{100 * size / whole:.0f} %", va="center", fontsize=7.5)
-    ax.set(yticks=range(len(modules)), yticklabels=list(modules))
-    ax.set(xlabel=label("memory at the step's fullest moment", unit), xlim=(0, 1.1 * largest / scale))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
-    _name_kinds(ax, list(modules.values()), largest)
+    for place, (row, size) in enumerate(zip(modules.values(), sizes)):
+        _stack(ax, place, row, scale, height=0.7)
+        note(ax, size / scale, place, f"{size / whole:.0%}" if size >= LEAST_DRAWN * whole else "less than 0.5%")
+    name_rows(ax, list(modules), label(FULLEST, unit))
+    ax.set_xlim(0, 1.1 * max(sizes) / scale)
+    _name_kinds(ax, list(modules.values()), max(sizes))
     return figure
 
 
 @styled
 def largest_batch(table: pd.DataFrame) -> Figure:
-    """Largest batch by phase set (rows) and device (columns): numbers on a logarithmic colour."""
+    """Largest batch by phase set (rows) and device (columns): numbers on a logarithmic colour.
+
+    Args:
+        table: from `plan.fits_table`.
+    """
     values = np.maximum(table.to_numpy(dtype=float), 0)
     positive = values[values > 0]
-    figure = empty_figure(7.2, 1.3 + 0.34 * len(table))
+    best, device = table.max(axis=1).idxmax(), table.max().idxmax()
+    title = f"{device} takes a batch of {table.iloc[0][device]:,} pairs {_spoken(table.index[0])}"
+    title += f", of {table.loc[best, device]:,} with {_spoken(best)}" if best != table.index[0] else ""
+    figure = empty_figure(7.2, 1.3 + 0.34 * len(table), title)
     ax = figure.subplots()
     ax.grid(False)
     low, high = (positive.min(), positive.max()) if positive.size else (1, 10)
@@ -185,7 +208,7 @@ def largest_batch(table: pd.DataFrame) -> Figure:
         text = f"{value:,.0f}" if value else "none"
         ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else BLACK)
     ax.set(xticks=range(table.shape[1]), xticklabels=list(table.columns), xlabel="device [-]")
-    ax.set(yticks=range(len(table)), yticklabels=[name.replace("_", " ") for name in table.index], ylabel="phases [-]")
+    ax.set(yticks=range(len(table)), yticklabels=[_spoken(name) for name in table.index], ylabel="phases [-]")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=ax, pad=0.02)
@@ -203,6 +226,8 @@ def cuda_history(history: Mapping, *, title: str = "") -> Figure:
     levels = np.asarray(history["allocated_bytes"], dtype=float)
     unit, scale = _unit(levels.max(initial=1.0))
     pieces, failure = history["largest"], history["out_of_memory"]
+    title += f"{': ' * bool(title)}at most {levels.max(initial=0.0) / scale:.3g} {unit} were allocated"
+    title += f", {pieces[0]['nbytes'] / scale:.2g} of it in {pieces[0]['where']}" if pieces else ""
     figure = empty_figure(7.2, 3.0 + (0.22 * len(pieces) + 0.6 if pieces else 0), title)
     upper, lower = figure.subplots(2, 1, height_ratios=[3, max(0.24 * len(pieces), 0.5)])
     upper.step(history["time_ms"], levels / scale, where="post", color=BLUE, linewidth=1.0)
@@ -216,11 +241,21 @@ def cuda_history(history: Mapping, *, title: str = "") -> Figure:
         upper.text(when, 1.02, text, transform=upper.get_xaxis_transform(), color=VERMILLION, ha="right", fontsize=8)
     sizes = [piece["nbytes"] / scale for piece in pieces]
     lower.barh(range(len(pieces)), sizes, 0.7, color=BLUE)
-    lower.set(yticks=range(len(pieces)), yticklabels=[piece["where"] for piece in pieces])
-    lower.set(xlabel=label("largest pieces " + ("then" if failure else "at the peak"), unit))
-    lower.invert_yaxis()
-    lower.grid(axis="y", visible=False)
+    name_rows(
+        lower,
+        [piece["where"] for piece in pieces],
+        label(f"largest pieces {'then' if failure else 'at the peak'}", unit),
+    )
     return figure
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _part(what: str) -> str:
+    """What a mark of an account is called here."""
+    return {"forward pass": "forward", BACKWARD: "backward"}.get(what, "optimizer")
 
 
 def _unit(nbytes: float) -> tuple[str, int]:

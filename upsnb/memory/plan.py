@@ -15,6 +15,7 @@ from upsnb.memory.measure import MeasuringProcess
 from upsnb.memory.predict import CUDA_GRANULARITY, Footprint, Predictor
 from upsnb.phases import BY_NAME, is_on
 from upsnb.report.file import finish, number
+from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "memory"
 GPUS_GIB = {  # what CUDA reports as a device's total memory; less than the name says
@@ -224,7 +225,7 @@ def fits(config: RunConfig, names: list[str]) -> list[dict]:
                     "predicted_gib": round(known.gib, 4) if known else None,  # None: between two predicted batches
                 }
             )
-        print(f"{name}: " + ", ".join(f"{gpu} {batch:,}" for gpu, batch in batches.items()))
+        rewrite(f"predicted the largest batches: {name}")
     return rows
 
 
@@ -285,9 +286,11 @@ def table(made: dict) -> pd.DataFrame:
 
 
 def fits_table(fitting: list[dict]) -> pd.DataFrame:
-    """Largest batch, phase sets down and GPUs across."""
+    """Largest batch, phase sets down and GPUs across, to two digits and never rounded up: what is held back for CUDA
+    and lost between blocks is not known more closely."""
     frame = pd.DataFrame(fitting)
     wide = frame.pivot(index="phases", columns="gpu", values="batch_size")
+    wide = wide.map(lambda batch: batch // 10 ** max(len(str(batch)) - 2, 0) * 10 ** max(len(str(batch)) - 2, 0))
     return wide.loc[frame["phases"].unique(), frame["gpu"].unique()]
 
 

@@ -11,11 +11,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from upsnb.profile.report import COMPUTED, MEANINGS, SHARES
-from upsnb.report.style import BLACK, BLUE, GREY, VERMILLION, empty_figure, label, save, styled
-from upsnb.runs.runfolder import FIGURES, REPORT
+from upsnb.report.style import (
+    BLACK,
+    BLUE,
+    GREY,
+    VERMILLION,
+    empty_figure,
+    label,
+    legend,
+    name_rows,
+    note,
+    save_all,
+    styled,
+)
+from upsnb.runs.runfolder import REPORT
 from upsnb.spans import OTHER
 
 LEAST_DRAWN = 0.005  # of a step; smaller parts would be labels without bars
+ROLES = ((BLUE, "computes"), (VERMILLION, "waits"), (GREY, "between steps"))
 
 
 @styled
@@ -25,23 +38,22 @@ def where_a_step_goes(report: Mapping) -> Figure:
     With several ranks a bar is their mean and the dots are the ranks.
     """
     names = [name for name in SHARES if report["shares"][name] >= LEAST_DRAWN]
-    figure = empty_figure(7.2, 1.0 + 0.3 * len(names))
+    shares = {word: sum(report["shares"][name] for name in SHARES if _role(name)[1] == word) for _, word in ROLES}
+    told = ", ".join(f"{share:.0%} {word}" for word, share in shares.items())
+    figure = empty_figure(7.2, 1.0 + 0.3 * len(names), f"A mean step of {report['step_ms']:.4g} ms: {told}")
     ax = figure.subplots()
     for place, name in enumerate(names):
         share, time_ms = report["shares"][name], report["parts_ms"][name]
-        ax.barh(place, time_ms, 0.62, color=_colour(name))
+        colour, word = _role(name)
+        ax.barh(place, time_ms, 0.62, color=colour, label=word if word not in ax.get_legend_handles_labels()[1] else "")
         reach = time_ms
         if report["num_ranks"] > 1:
             ranks_ms = [rank[name] * report["step_ms"] for rank in report["shares_by_rank"]]
-            ax.plot(ranks_ms, [place] * len(ranks_ms), "o", ms=3, color=BLACK)
+            ax.plot(ranks_ms, [place] * len(ranks_ms), "o", ms=3, color=BLACK, label="" if place else "one rank")
             reach = max(reach, *ranks_ms)
-        _note(ax, reach, place, f"{share:.0%}")
-    for name, text in ((COMPUTED[0], "computes"), ("data wait", "waits"), (OTHER, "between steps")):
-        ax.barh(0, 0, color=_colour(name), label=text)
-    if report["num_ranks"] > 1:
-        ax.plot([], [], "o", ms=3, color=BLACK, label="one rank")
+        note(ax, reach, place, f"{share:.0%}")
     _finish(ax, names, label("time in a mean step", "ms"))
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    legend(ax)
     return figure
 
 
@@ -49,31 +61,27 @@ def where_a_step_goes(report: Mapping) -> Figure:
 def start_up(report: Mapping) -> Figure:
     """What happened between launch and first step, one after the other."""
     parts = {name: value for name, value in report["start_up_s"].items() if not name.startswith("compiling")}
-    figure = empty_figure(7.2, 0.9 + 0.3 * len(parts))
+    longest, total = max(parts, key=parts.get), sum(parts.values())
+    title = f"The first step ends {total:.1f} s after launch, {parts[longest] / total:.0%} of it is {longest}"
+    figure = empty_figure(7.2, 0.9 + 0.3 * len(parts), title)
     ax, begin = figure.subplots(), 0.0
     for place, value in enumerate(parts.values()):
         ax.barh(place, value, 0.62, left=begin, color=BLUE)
         begin += value
-        _note(ax, begin, place, f"{value:.1f} s")
+        note(ax, begin, place, f"{value:.1f} s")
     _finish(ax, list(parts), label("time since launch", "s"))
     return figure
 
 
-def _colour(name: str) -> str:
-    return GREY if name == OTHER else BLUE if name in COMPUTED else VERMILLION
-
-
-def _note(ax: Axes, x: float, y: float, text: str) -> None:
-    ax.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+def _role(name: str) -> tuple[str, str]:
+    """Colour of a part of a step, and what it does."""
+    return ROLES[2 if name == OTHER else 0 if name in COMPUTED else 1]
 
 
 def _finish(ax: Axes, names: list[str], quantity: str) -> None:
-    ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
+    name_rows(ax, names, quantity)
     ax.margins(x=0.1)
     ax.set_xlim(left=0)
-    ax.set_xlabel(quantity)
 
 
 def table(report: Mapping) -> pd.DataFrame:
@@ -93,5 +101,4 @@ def answers_table(report: Mapping) -> pd.DataFrame:
 def write_figures(folder: Path | str) -> dict[str, Path]:
     """Draw a profile from its report into `figures/`; figure name -> PNG."""
     report = json.loads((Path(folder) / REPORT).read_text())
-    drawn = {"where_a_step_goes": where_a_step_goes(report), "start_up": start_up(report)}
-    return {name: save(figure, Path(folder) / FIGURES, name) for name, figure in drawn.items()}
+    return save_all({"where_a_step_goes": where_a_step_goes(report), "start_up": start_up(report)}, folder)

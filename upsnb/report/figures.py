@@ -18,7 +18,9 @@ from upsnb.report import plots
 from upsnb.report.style import edges, label
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
-from upsnb.runs.throughput import steady_throughput
+from upsnb.runs.throughput import median_with_interval, steady_windows
+
+floats = partial(np.asarray, dtype=float)  # null, which JSON has for NaN and infinity, becomes NaN
 
 
 def end_of_last_launch(events: list[dict]) -> dict:
@@ -75,95 +77,120 @@ class RunFigures:
         """Truth, prediction and error: in 1-D of the median sample over space and time, in 2-D of each kept sample."""
         kept, family = self._examples(name), FAMILIES[self.config.data.datasets[name].family]
         truth, forecast, inputs = kept["truth"][:, :, 0], kept["forecast"][:, :, 0], kept["inputs"][:, -1, 0]
-        picks = _picks(len(truth))
+        picks, nrmse = _picks(len(truth)), kept["nrmse"]
         what, quantity = f"{name}, {self.split} split", family.output_channels[0]
         if truth.ndim == 3:
             i = len(picks) // 2
-            title = (
-                f"{what}: {picks[i]} sample, number {kept['samples'][i]}, nRMSE {kept['nrmse'][i]:.2g} over all frames"
-            )
             times = kept["times"][-truth.shape[1] :]
+            largest = np.max(np.abs(forecast[i] - truth[i])) / np.ptp(truth[i])
+            title = (
+                f"{what}: over {len(times)} frames the {picks[i]} sample (number {kept['samples'][i]}) has an nRMSE of "
+                f"{nrmse[i]:.2g}, its largest error is {largest:.2g} of the truth's range"
+            )
             return plots.prediction_truth_error_1d(
                 kept["x"], truth[i], forecast[i], times, quantity=quantity, title=title
             )
         samples = [
             plots.FieldSample(
-                pick, _upright(inputs[i]), _upright(truth[i, -1]), _upright(forecast[i, -1]), float(kept["nrmse"][i])
+                pick, _upright(inputs[i]), _upright(truth[i, -1]), _upright(forecast[i, -1]), float(nrmse[i])
             )
             for i, pick in enumerate(picks)
         ]
+        told = ", ".join(f"{value:.2g} ({pick})" for pick, value in zip(picks, nrmse))
+        title = f"{what}, of {self.results[name]['num_samples']} samples: an nRMSE of {told}"
         return plots.prediction_truth_error_2d(
-            samples, quantity=quantity, input_quantity=family.input_channels[0], title=f"{what}: by nRMSE"
+            samples, quantity=quantity, input_quantity=family.input_channels[0], title=title
         )
 
     @once
     def rollout(self, name: str) -> Figure:
         """nRMSE as the self-fed forecast goes on, beside persistence."""
-        per_time = self.results[name]["per_time"]
+        result = self.results[name]
+        per_time = {key: floats(value) for key, value in result["per_time"].items()}
+        model, persistence = per_time["rollout_nrmse"], per_time["persistence_nrmse"]
+        title = (
+            f"{name}: after {len(model)} frames the model's nRMSE is {model[-1]:.2g}, persistence's "
+            f"{persistence[-1]:.2g}; mean of {result['num_samples']} trajectories of the {self.split} split"
+        )
         return plots.rollout_error(
             per_time["time"],
-            {"model": _floats(per_time["rollout_nrmse"]), "persistence": _floats(per_time["persistence_nrmse"])},
-            samples={"model": _floats(per_time["rollout_nrmse_quartiles"])},  # two rows: their own middle half
-            given_until=per_time["given_until"],
-            title=f"{name}: {self.results[name]['num_samples']} trajectories of the {self.split} split",
+            {"model": model, "persistence": persistence},
+            samples={"model": per_time["rollout_nrmse_quartiles"]},  # two rows: their own middle half
+            given_until=float(per_time["given_until"]),
+            title=title,
         )
 
     @once
     def spectrum(self, name: str) -> Figure:
-        """Energy by wavenumber of truth, prediction and error at the last frame, mean over the kept samples."""
-        import torch  # here, as nothing else about a report needs it
-
-        from upsnb.training import metrics
-
-        kept = self._examples(name)
-        last = {"truth": kept["truth"][:, -1:], "prediction": kept["forecast"][:, -1:]}
-        last["error"] = last["prediction"] - last["truth"]
-        curves = {}
-        for curve, values in last.items():
-            wavenumber, energy = metrics.energy_spectrum(torch.from_numpy(values))
-            curves[curve] = energy[:, 0, 0].mean(0).numpy()
-        family = FAMILIES[self.config.data.datasets[name].family]
-        when = f" at t = {kept['times'][-1]:.3g}" if family.time_dependent else ""
-        title = f"{name}{when}: mean of {len(kept['truth'])} samples of the {self.split} split"
-        return plots.spectra(wavenumber.numpy(), curves, quantity=family.output_channels[0], title=title)
+        """Energy by wavenumber of truth, prediction and error at the last frame, mean over the whole split."""
+        result, family = self.results[name], FAMILIES[self.config.data.datasets[name].family]
+        curves = {curve: floats(energy) for curve, energy in result["spectrum"].items()}
+        wavenumber = curves.pop("wavenumber")
+        lost = (wavenumber > 0) & (curves["error"] >= curves["truth"])
+        when = f" at t = {result['per_time']['time'][-1]:.3g}" if result["per_time"] else ""
+        found = (
+            f"reaches the truth from wavenumber {wavenumber[lost][0]:.0f} on" if lost.any() else "stays below the truth"
+        )
+        if not np.isfinite(curves["error"]).all():
+            found = "is not finite"
+        title = (
+            f"{name}{when}: the error's energy {found}; mean of all {result['num_samples']} samples of the "
+            f"{self.split} split"
+        )
+        return plots.spectra(wavenumber, curves, quantity=family.output_channels[0], title=title)
 
     @once
     def losses(self) -> Figure:
         """Every loss term by step and dataset, and the validation error."""
-        steps = _latest(self.events)
-        terms: dict[str, dict[int, float]] = {}
+        steps = latest(self.events, "step")
+        terms: dict[tuple[str, str], dict[int, float | None]] = {}
         for number, step in steps.items():
-            for term, value in step["losses"].items():
-                whose = step["datasets"][0] if len(step["datasets"]) == 1 else "all"
-                terms.setdefault(f"{term}, {whose}", {})[number] = value
-        curves = {term: _floats([values.get(number) for number in steps]) for term, values in terms.items()}
-        checks = [event for event in self.events if event["kind"] == "eval"]
-        names = list(dict.fromkeys(name for event in checks for name in event["val_nrmse"]))
+            for kind, value in step["losses"].items():
+                terms.setdefault((whose(step), kind), {})[number] = value
+        curves = {term: floats([values.get(number) for number in steps]) for term, values in terms.items()}
+        checks = latest(self.events, "eval")
+        names = list(dict.fromkeys(name for event in checks.values() for name in event["val_nrmse"]))
         validation = {
-            name: ([event["step"] for event in checks], _floats([event["val_nrmse"].get(name) for event in checks]))
-            for name in names
+            name: (list(checks), floats([event["val_nrmse"].get(name) for event in checks.values()])) for name in names
         }
-        return plots.loss_terms(list(steps), curves, validation=validation)
+        ends = {name: fall([step["loss"] for step in steps.values() if whose(step) == name]) for name, _ in terms}
+        told = ", ".join(f"{name} {end['first']:.2g} to {end['last']:.2g}" for name, end in ends.items())
+        title = f"Training loss, from the first tenth of the steps to the last: {told}"
+        if checks:
+            told = ", ".join(f"{name} {values[-1]:.2g}" for name, (_, values) in validation.items())
+            title += f"; validation nRMSE after step {next(reversed(checks)):,}: {told}"
+        return plots.loss_terms(list(steps), curves, validation=validation, title=title)
 
     @once
     def throughput(self) -> Figure:
-        """Samples per second of every step, and the median with its interval."""
-        speed = steady_throughput(self.events)
-        steps = list(_latest(self.events).values())
-        columns = ([step[key] for step in steps] for key in ("time_s", "samples_per_s", "steady"))
-        return plots.throughput(*columns, *_floats([speed["median"]]), tuple(_floats(speed["ci95"])))
+        """Samples per second of every step by dataset, the windows that the median is of, and its interval."""
+        windows, steps = steady_windows(self.events), list(latest(self.events, "step").values())
+        speed = median_with_interval([rate for _, _, rate in windows])
+        time_s, rates, steady = ([step[key] for step in steps] for key in ("time_s", "samples_per_s", "steady"))
+        names, title = list(map(whose, steps)), "No window of steady steps: 0 samples/s can be claimed"
+        if windows:
+            of = {name: [r for r, n, counts in zip(rates, names, steady) if counts and n == name] for name in names}
+            told = ", ".join(f"{np.median(those):.3g} {name}" for name, those in of.items() if those)
+            title = (
+                f"{speed['median']:.4g} samples/s while steady, the median of {len(windows)} windows of successive "
+                f"steps; of single steps: {told}"
+            )
+        ends = floats([speed["median"], *speed["ci95"]])
+        return plots.throughput(time_s, rates, steady, names, windows, ends[0], tuple(ends[1:]), title=title)
 
     @once
     def distribution(self) -> Figure:
         """Which share of the samples has which error: over the whole rollout where there is one."""
-        scores, baselines = {}, {}
+        scores, baselines, told = {}, {}, []
         for name, result in self.results.items():
             rollout = "rollout_" if "rollout_nrmse" in result["per_sample"] else ""
             curve = f"{name}{', rollout' * bool(rollout)}"
-            scores[curve] = _floats(result["per_sample"][f"{rollout}nrmse"])
+            scores[curve] = floats(result["per_sample"][f"{rollout}nrmse"])
             found = [result.get(f"{rollout}{key}_nrmse_mean") for key in ("persistence", "baseline")]
-            baselines[curve] = next((value for value in found if value is not None), np.nan)
-        return plots.error_distribution(scores, baselines=baselines, baseline_name="without a model")
+            baselines[curve] = result["baseline"], next((value for value in found if value is not None), np.nan)
+            told.append(f"{name} {np.median(scores[curve]):.2g} and {np.max(scores[curve]):.2g}")
+        title = f"nRMSE of the median sample and of the worst: {'; '.join(told)} ({self.split} split)"
+        return plots.error_distribution(scores, baselines=baselines, title=title)
 
     def all(self) -> dict[str, Callable[[], Figure]]:
         """Every figure this run can show, by file name."""
@@ -172,7 +199,8 @@ class RunFigures:
             drawings |= {"loss": self.losses, "throughput": self.throughput}
         for name in self.results:
             drawings[f"prediction_{name}"] = partial(self.prediction, name)
-            drawings[f"spectrum_{name}"] = partial(self.spectrum, name)
+            if "spectrum" in self.results[name]:  # a run of before there was one has none
+                drawings[f"spectrum_{name}"] = partial(self.spectrum, name)
             if name in self.rolled_out:
                 drawings[f"rollout_{name}"] = partial(self.rollout, name)
         if self.results:
@@ -188,7 +216,11 @@ def data_samples(dataset: Dataset) -> Figure:
     """The first four training samples: space-time images in 1-D, input over output in 2-D."""
     chosen, family = dataset.splits["train"][:4], dataset.family
     inputs, targets = dataset.source.read(chosen, dataset.frames if dataset.spec.time_dependent else slice(None))
-    quantity, title = label(family.output_channels[0]), f"{dataset.name}: the first {len(chosen)} training samples"
+    quantity = label(family.output_channels[0])
+    title = (
+        f"{dataset.name}: {len(chosen)} of {len(dataset.splits['train']):,} training samples, "
+        f"{family.output_channels[0]} from {targets.min():.2g} to {targets.max():.2g}"
+    )
     if dataset.spec.num_dims == 1:
         extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.times[dataset.frames])
         rows, y_label = {quantity: targets[:, :, 0]}, label("time t")
@@ -211,19 +243,24 @@ def _picks(count: int) -> list[str]:
     return [named.get(float(place), f"{100 * place:.0f} % from best") for place in places]
 
 
-def _latest(events: list[dict]) -> dict[int, dict]:
-    """Step events by step; a resumed run repeats steps after its checkpoint, and the repeat is what counts."""
-    steps: dict[int, dict] = {}
+def latest(events: list[dict], kind: str) -> dict[int, dict]:
+    """Events of a kind by step; a resumed run repeats steps after its checkpoint, and the repeat is what counts."""
+    found: dict[int, dict] = {}
     for event in events:
-        if event["kind"] == "step":
-            if steps and event["step"] <= next(reversed(steps)):
-                steps = {number: step for number, step in steps.items() if number < event["step"]}
-            steps[event["step"]] = event
-    return steps
+        if event["kind"] == kind:
+            if found and event["step"] <= next(reversed(found)):
+                found = {number: one for number, one in found.items() if number < event["step"]}
+            found[event["step"]] = event
+    return found
 
 
-def _floats(values: list) -> np.ndarray:
-    """null, which JSON has for NaN and infinity, as NaN."""
-    if values and isinstance(values[0], list):
-        return np.stack([_floats(row) for row in values])
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
+def whose(step: dict) -> str:
+    """The dataset of a step event, where it is of one alone."""
+    return step["datasets"][0] if len(step["datasets"]) == 1 else "all"
+
+
+def fall(losses: list[float | None]) -> dict[str, float | None]:
+    """Median loss over the first and the last tenth of the steps; a single step is as noisy as its batch."""
+    tenth = max(1, len(losses) // 10)
+    parts = {"first": losses[:tenth], "last": losses[-tenth:]}
+    return {key: float(np.median(floats(part))) if part else None for key, part in parts.items()}

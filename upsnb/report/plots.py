@@ -1,4 +1,4 @@
-"""Still figures: NumPy arrays in, a matplotlib Figure out, nothing shown; the look they share is figure_style's."""
+"""Still figures: NumPy arrays in, a matplotlib Figure out, nothing shown; the look they share is style's."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,12 +25,16 @@ from upsnb.report.style import (
     legend,
     looks,
     middle_half,
+    point_size,
     positive,
     running_median,
     styled,
     symmetric_range,
     value_range,
 )
+
+SPECTRUM_DEPTH = 1e-8  # of the largest energy: amplitudes down to a ten-thousandth
+DASHES = ("-", "--", ":", "-.")  # of loss terms
 
 
 class FieldSample(NamedTuple):
@@ -108,16 +112,14 @@ def prediction_truth_error_1d(
             axes[name].tick_params(labelleft=False)
 
     cuts = axes["cuts"]
-    thick, thin = {"linewidth": 5, "alpha": 0.3}, {"linewidth": 1.2}
     mark = {"marker": "o", "markersize": 3} if len(x) == 1 else {}
     for i, colour in zip(sorted({0, len(times) // 2, len(times) - 1}), (BLUE, GREEN, VERMILLION), strict=False):
-        cuts.plot(x, truth[i], color=colour, **thick, **mark)
-        cuts.plot(x, prediction[i], color=colour, **thin, **mark, label=f"t = {times[i]:.3g}")
-    cuts.plot([], [], color=BLACK, **thick, label="truth (broad)")
-    cuts.plot([], [], color=BLACK, **thin, label="prediction (fine)")
+        when = f"t = {times[i]:.3g}"
+        cuts.plot(x, truth[i], color=colour, linewidth=5, alpha=0.3, **mark, label=f"truth, {when}")
+        cuts.plot(x, prediction[i], color=colour, linewidth=1.2, **mark, label=f"prediction, {when}")
     cuts.set(xlabel=label("x"), ylabel=label(quantity), xlim=extent[:2])
     _keep_in_view(cuts, truth)
-    legend(cuts, 5)
+    legend(cuts, 3)
     return figure
 
 
@@ -183,11 +185,9 @@ def rollout_error(
         spread = (samples or {}).get(name)
         if spread is not None:
             low, high = middle_half(spread)
-            ax.fill_between(times, low, high, color=look["color"], alpha=0.18, linewidth=0)
-        mark = {"marker": "o", "markersize": 3.5} if len(times) <= 30 else {}
-        ax.plot(times, positive(curves[name]), **look, **mark, label=name)
-    if samples:
-        ax.fill_between([], [], [], color=GREY, alpha=0.25, linewidth=0, label="middle half of samples")
+            text = f"{name}, middle half of samples"
+            ax.fill_between(times, low, high, color=look["color"], alpha=0.18, linewidth=0, label=text)
+        ax.plot(times, positive(curves[name]), **look, marker="o", markersize=point_size(len(times)), label=name)
     if given_until is not None:
         start = min(ax.get_xlim()[0], given_until - 0.08 * float(np.ptp(times) or 1.0))
         ax.axvspan(start, given_until, color=GAP, alpha=0.6, linewidth=0, label="given frames")
@@ -201,6 +201,9 @@ def rollout_error(
 def spectra(wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity: str = "u", title: str = "") -> Figure:
     """Energy per wavenumber, log-log; the mean (wavenumber 0) has no place on it and is left out.
 
+    What has less than SPECTRUM_DEPTH of the largest energy lies below the axis: a truth that is smooth ends in rounding
+    errors, and would leave to what a forecast can get right a tenth of the figure.
+
     Args:
         wavenumber: (K,) cycles per domain length.
         curves: name -> (K,) energy, e.g. truth, prediction, error; see `metrics.energy_spectrum`.
@@ -208,10 +211,14 @@ def spectra(wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity:
     figure = empty_figure(4.8, 3.3, title)
     ax = figure.subplots()
     wavenumber = np.asarray(wavenumber, dtype=float)
+    drawn = {name: positive(values)[wavenumber > 0] for name, values in curves.items()}
     for name, look in looks(curves).items():
-        ax.plot(wavenumber[wavenumber > 0], positive(curves[name])[wavenumber > 0], **look, label=name)
-    ax.set(xscale="log", yscale="log", ylabel=label(f"energy of {quantity}"))
-    ax.set_xlabel(label("wavenumber k", "cycles per domain"))
+        ax.plot(wavenumber[wavenumber > 0], drawn[name], **look, label=name)
+    known = np.concatenate(list(drawn.values()))
+    known = known[known > SPECTRUM_DEPTH * np.max(known[np.isfinite(known)], initial=0.0)]
+    if known.size:
+        ax.set(xscale="log", yscale="log", ylim=(known.min() / 2, known.max() * 2))
+    ax.set(xlabel=label("wavenumber k", "cycles per domain"), ylabel=label(f"energy of {quantity}"))
     legend(ax)
     return figure
 
@@ -219,33 +226,40 @@ def spectra(wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity:
 @styled
 def loss_terms(
     progress: ArrayLike,
-    terms: Mapping[str, ArrayLike],
+    terms: Mapping[tuple[str, str], ArrayLike],
     *,
     validation: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+    title: str = "",
 ) -> Figure:
-    """Loss terms, raw values pale under their running median; validation nRMSE in a second panel if there is any.
+    """Loss terms, raw values pale under their running median; below them validation nRMSE, if there is any.
+
+    A data set has one colour in both, a term its dashes; every validation is a point.
 
     Args:
         progress: (n,) steps.
-        terms: name -> (n,) values; NaN where a term was not computed at that step.
+        terms: (data set, term) -> (n,) values; NaN where a term was not computed at that step.
         validation: data set -> (progress, nRMSE).
     """
-    figure = empty_figure(7.2 if validation else 4.8, 3.1)
-    panels = np.atleast_1d(figure.subplots(1, 2 if validation else 1, sharex=True))
+    figure = empty_figure(7.2, 4.6 if validation else 2.9, title)
+    panels = figure.subplots(2 if validation else 1, 1, sharex=True, squeeze=False)[:, 0]
     progress = np.asarray(progress, dtype=float)
-    for name, look in looks(terms).items():
-        values = positive(terms[name])
+    look = looks(dict.fromkeys([*(name for name, _ in terms), *(validation or {})]))
+    kinds = list(dict.fromkeys(kind for _, kind in terms))
+    for name, kind in terms:
+        values, dash = positive(terms[name, kind]), DASHES[kinds.index(kind) % len(DASHES)]
         known = np.isfinite(values)
         mark = {"marker": "o", "markersize": 3.5} if known.sum() == 1 else {}
-        panels[0].plot(progress[known], values[known], **(look | {"linewidth": 0.7}), alpha=0.3)
-        panels[0].plot(progress[known], running_median(values[known]), **look, **mark, label=name)
-    panels[0].set(yscale="log", ylabel=label("loss"))
-    for name, look in looks(validation or {}).items():
+        how = look[name] | ({"linestyle": dash} if len(kinds) > 1 else {})
+        panels[0].plot(progress[known], values[known], color=how["color"], linewidth=0.7, alpha=0.3)
+        panels[0].plot(progress[known], running_median(values[known]), **how, **mark, label=f"{name}, {kind}")
+    panels[0].set(yscale="log", ylabel=label("training loss"))
+    for name in (name for name in look if name in (validation or {})):
         where, values = validation[name]
-        panels[1].plot(where, positive(values), **look, marker="o", markersize=3.5, label=name)
+        size = point_size(len(where))
+        panels[1].plot(where, positive(values), **look[name], marker="o", markersize=size, label=f"{name}, validation")
         panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
+    panels[-1].set_xlabel(label("optimizer step"))
     for ax in panels:
-        ax.set_xlabel(label("optimizer step"))
         legend(ax)
     return figure
 
@@ -255,30 +269,43 @@ def throughput(
     time_s: ArrayLike,
     samples_per_s: ArrayLike,
     steady: ArrayLike,
+    names: Sequence[str],
+    windows: ArrayLike,
     median: float,
     ci95: tuple[float, float],
+    *,
+    title: str = "",
 ) -> Figure:
-    """Samples per second over a run; what counts is coloured, warm-up and compile steps are pale.
+    """Samples per second of every step by data set, and the windows that the median is of; the rest is hollow.
 
     Args:
         time_s, samples_per_s: (n,) one entry an optimizer step.
-        steady: (n,) bool, the steps that the median is of.
-        median, ci95: samples per second and its bootstrap 95 % interval.
+        steady: (n,) bool, the steps that count; the others warm up or compile.
+        names: (n,) the data sets of each step.
+        windows: (m, 3) begin and end [s] and samples per second of each window of steady steps.
+        median, ci95: of the windows, samples per second, and its bootstrap 95 % interval.
     """
-    figure = empty_figure(4.8, 3.1)
+    figure = empty_figure(7.2, 3.3, title)
     ax = figure.subplots()
     time_s, rate, steady = np.asarray(time_s, float), np.asarray(samples_per_s, float), np.asarray(steady, bool)
+    names, windows = np.asarray(names), np.reshape(windows, (-1, 3)).astype(float)
+    for name, look in looks(dict.fromkeys(names[steady])).items():
+        chosen = steady & (names == name)
+        ax.plot(time_s[chosen], rate[chosen], "o", markersize=2.5, color=look["color"], label=f"steps of {name}")
     if not steady.all():
-        pale = {"facecolors": "none", "edgecolors": GREY, "linewidths": 0.7, "alpha": 0.6}
-        ax.scatter(time_s[~steady], rate[~steady], s=14, **pale, label="warm-up and compile steps")
-    if steady.any():
-        ax.scatter(time_s[steady], rate[steady], s=10, color=BLUE, alpha=0.55, linewidths=0, label="steady steps")
+        hollow = {"markerfacecolor": "none", "markeredgecolor": GREY, "markeredgewidth": 0.7}
+        ax.plot(time_s[~steady], rate[~steady], "o", markersize=4, **hollow, label="warm-up and compile steps")
+    if np.isfinite(ci95).all():  # one window has a median and no interval
+        text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
+        ax.axhspan(*ci95, color=GREY, alpha=0.35, linewidth=0, label=text, zorder=1)
     if np.isfinite(median):  # no steady step yet: nothing to claim
-        if np.isfinite(ci95).all():  # one window has a median and no interval
-            text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
-            ax.axhspan(*ci95, color=VERMILLION, alpha=0.2, linewidth=0, label=text)
-        ax.axhline(median, color=VERMILLION, linewidth=1.0, label=f"median {median:.4g} samples/s")
-    ax.set(xlabel=label("time since start", "s"), ylabel=label("throughput", "samples/s"))
+        ax.axhline(median, color=GREY, linewidth=1.0, label=f"median {median:.4g} samples/s", zorder=1)
+        begin, end, rates = windows.T
+        ax.plot(
+            np.stack((begin, end, np.full_like(end, np.nan)), axis=1).ravel(), np.repeat(rates, 3), color=BLACK,
+            linewidth=2, solid_capstyle="butt", label=f"windows of about {np.median(end - begin):.1g} s", zorder=3,
+        )  # fmt: skip
+    ax.set(xlabel=label("training time", "s"), ylabel=label("throughput", "samples/s"))
     ax.set_ylim(0, 1.08 * np.max(rate[np.isfinite(rate)], initial=0.0) or 1.0)
     legend(ax)
     return figure
@@ -286,10 +313,7 @@ def throughput(
 
 @styled
 def error_distribution(
-    nrmse: Mapping[str, ArrayLike],
-    *,
-    baselines: Mapping[str, float] | None = None,
-    baseline_name: str = "persistence",
+    nrmse: Mapping[str, ArrayLike], *, baselines: Mapping[str, tuple[str, float]] | None = None, title: str = ""
 ) -> Figure:
     """Share of test samples at or below an nRMSE, one curve a data set; its baseline's mean as a dashed line.
 
@@ -297,9 +321,9 @@ def error_distribution(
 
     Args:
         nrmse: data set -> (B,) nRMSE of each sample.
-        baselines: data set -> mean nRMSE of `baseline_name`, see `metrics.baseline_name`.
+        baselines: data set -> name and mean nRMSE of the forecast without a model, see `metrics.baseline_name`.
     """
-    figure = empty_figure(4.8, 3.3)
+    figure = empty_figure(4.8, 3.3, title)
     ax = figure.subplots()
     for name, look in looks(nrmse).items():
         values = np.ravel(np.asarray(nrmse[name], dtype=float))
@@ -309,10 +333,10 @@ def error_distribution(
         text = f"{name} (n = {len(values)}{missing})"
         # Each curve starts on the floor: a single sample is a step, not an invisible point.
         ax.step(np.append(finite[:1], finite), np.append(share[:1] * 0, share), where="post", **look, label=text)
-        if name in (baselines or {}):
-            ax.axvline(baselines[name], color=look["color"], linestyle="--", linewidth=1.2)
-    if baselines:
-        ax.plot([], [], color=GREY, linestyle="--", linewidth=1.2, label=f"{baseline_name}, mean of each data set")
+        baseline, mean = (baselines or {}).get(name, ("", np.nan))
+        if np.isfinite(mean):
+            text = f"{baseline} {mean:.3g}, its mean"
+            ax.axvline(mean, color=look["color"], linestyle="--", linewidth=1.2, label=text)
     ax.set(xscale="log", xlabel=label("nRMSE of a sample"), ylabel=label("share of samples"), ylim=(0, 1.02))
     legend(ax)
     return figure

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.phases import names_on
-from upsnb.report.figures import RunFigures, end_of_last_launch, read_evaluation
+from upsnb.report.figures import RunFigures, end_of_last_launch, fall, read_evaluation
 from upsnb.report.file import finish, number
-from upsnb.report.style import save
+from upsnb.report.style import save_all
 from upsnb.runs.handle import Run
-from upsnb.runs.runfolder import FIGURES
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
 FORMAT = 1
@@ -68,7 +66,7 @@ def run_numbers(run: Run) -> dict:
         "epochs": end.get("epochs"),
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
-        "loss": _fall([step["loss"] for step in steps]),
+        "loss": fall([step["loss"] for step in steps]),
         "compile_s": _total(events, "compile", "duration_s"),
         "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
         "memory_kind": end.get("memory_kind"),
@@ -112,14 +110,6 @@ def _overall(steps: list[dict], end: dict) -> float | None:
 def _share(steps: list[dict], part: str, whole: str) -> float | None:
     total = sum(step[whole] for step in steps)
     return sum(step[part] for step in steps) / total if total else None
-
-
-def _fall(losses: list[float | None]) -> dict:
-    """Median loss over the first and the last tenth of the steps; a single step is as noisy as its batch."""
-    losses = np.array([np.nan if loss is None else loss for loss in losses], dtype=float)
-    tenth = max(1, len(losses) // 10)
-    ends = (losses[:tenth], losses[-tenth:]) if len(losses) else (None, None)
-    return {key: None if part is None else float(np.median(part)) for key, part in zip(("first", "last"), ends)}
 
 
 # -- tables --------------------------------------------------------------------------------------------------------
@@ -214,4 +204,4 @@ def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:
 
 def write_figures(drawn: RunFigures) -> dict[str, Path]:
     """Write all that a run can show into its folder's `figures/`; figure name -> PNG."""
-    return {name: save(draw(), drawn.folder / FIGURES, name) for name, draw in drawn.all().items()}
+    return save_all({name: draw() for name, draw in drawn.all().items()}, drawn.folder)

@@ -6,7 +6,8 @@ the truth is always black and the forecast to beat always dashed, whatever else 
 Every quantity is labelled `name [unit]`; a dimensionless one has the unit `-`.
 """
 
-from collections.abc import Collection, Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, wraps
 from io import BytesIO
 from pathlib import Path
@@ -14,10 +15,13 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatterMathtext
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
+
+from upsnb.runs.runfolder import FIGURES
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
@@ -27,6 +31,7 @@ ROLES = {  # curves that look the same in every figure
     "persistence": {"color": GREY, "linestyle": "--"},
     "training mean": {"color": GREY, "linestyle": "--"},
 }
+LETTERS_PER_INCH = 12.5  # of a title
 FIELD_COLOURS, ERROR_COLOURS, INPUT_COLOURS = "viridis", "RdBu_r", "cividis"
 STYLE = {
     "figure.dpi": 110,
@@ -35,7 +40,7 @@ STYLE = {
     "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0,
     "legend.fontsize": 8.0,
-    "figure.titlesize": 10.5,
+    "figure.titlesize": 10.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -66,21 +71,17 @@ class StillFigure(Figure):
         return self.png, {"width": round(width), "height": round(height)}  # the smaller, the sharper on a dense screen
 
 
-class DecimalLogFormatter(LogFormatterMathtext):
-    """0.04 rather than 4 x 10^-2, where a whole axis can be written so: the long form overlaps its neighbours."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        text = super().__call__(x, pos)
-        low, high = self.axis.get_view_interval()
-        return f"{x:g}" if text and low >= 1e-4 and high < 1e5 else text
-
-
 def save(figure: StillFigure, folder: str | Path, name: str) -> Path:
     """Write `folder/name.png` at 150 dpi and return its path."""
     path = Path(folder) / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(figure.png)
     return path
+
+
+def save_all(figures: Mapping[str, StillFigure], folder: str | Path) -> dict[str, Path]:
+    """Write figures into a folder's `figures/`; figure name -> PNG."""
+    return {name: save(figure, Path(folder) / FIGURES, name) for name, figure in figures.items()}
 
 
 def styled(draw):
@@ -91,11 +92,35 @@ def styled(draw):
         with matplotlib.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() == "log"):
-                axis.set_major_formatter(DecimalLogFormatter())
-                axis.set_minor_formatter(DecimalLogFormatter())
+                _number(axis)
             return figure
 
     return drawn
+
+
+def _number(axis: Axis) -> None:
+    """Number a logarithmic axis: three places at least, however short it is, and 0.04 rather than 4 x 10^-2 where the
+    whole axis can be written so."""
+    low, high = axis.get_view_interval()
+    if low <= 0:  # nothing on it that is positive
+        axis.axes.set(**{f"{axis.axis_name}scale": "linear"})
+        return
+    if not isinstance(axis.get_major_locator(), FixedLocator):
+        if high < 8 * low:  # evenly, as if it were linear
+            axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        elif high < 1000 * low:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1, 3)))
+        if high < 1000 * low:
+            axis.set_minor_locator(NullLocator())
+    decimals = low >= 1e-4 and high < 1e5
+    axis.set_major_formatter(FuncFormatter(lambda x, pos: f"{x:.6g}" if decimals else _power(x)))
+
+
+def _power(x: float) -> str:
+    """4 x 10^-2, in mathtext."""
+    mantissa, exponent = f"{x:.2e}".split("e")
+    power = f"10^{{{int(exponent)}}}"
+    return f"${power}$" if float(mantissa) == 1 else rf"${float(mantissa):g}\times{power}$"
 
 
 def label(quantity: str, unit: str = "-") -> str:
@@ -104,10 +129,15 @@ def label(quantity: str, unit: str = "-") -> str:
 
 
 def empty_figure(width: float, height: float, title: str = "") -> StillFigure:
-    """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page."""
-    figure = StillFigure(figsize=(width, height), layout="constrained")
-    if title:
-        figure.suptitle(title, parse_math=False)  # it may hold a folder's name
+    """Empty figure, inches; 4.8 wide shrinks into a journal column, 7.2 spans the page. The title adds its own height.
+
+    Args:
+        title: what is to be seen, in a sentence with its numbers.
+    """
+    lines = textwrap.wrap(title, int(LETTERS_PER_INCH * width))
+    figure = StillFigure(figsize=(width, height + 0.17 * len(lines)), layout="constrained")
+    if lines:
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", parse_math=False)  # it may hold a folder's name
     return figure
 
 
@@ -121,7 +151,27 @@ def legend(ax: Axes, columns: int | None = None) -> None:
         width = 0.85 * ax.figure.get_figwidth() * len(spec.colspan) / spec.get_gridspec().ncols
         # About 0.055 inch a letter at 8 points. Too wide a legend would squeeze the axes, which layout counts as less.
         columns = min(max(int(width / (0.5 + 0.055 * max(map(len, names)))), 1), 4)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns, columnspacing=1.2)
+    made = ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns, columnspacing=1.2)
+    for text in made.texts:
+        text.set_parse_math(False)
+
+
+def shared_legend(figure: Figure, columns: int) -> None:
+    """Name below all axes what has a name in any of them, each once."""
+    named = {name: handle for ax in figure.axes for handle, name in zip(*ax.get_legend_handles_labels())}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns)
+
+
+def name_rows(ax: Axes, names: Sequence[str], quantity: str) -> None:
+    """Name rows of bars or dots, from the top down; `quantity` is what they are measured in."""
+    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6), xlabel=quantity)
+    ax.grid(axis="y", visible=False)
+    ax.tick_params(axis="y", length=0)
+
+
+def note(ax: Axes, x: float, y: float, text: str, **how) -> None:
+    """A few words or a number right of a place."""
+    ax.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8, **how)
 
 
 def edges(centres: np.ndarray) -> tuple[float, float]:
@@ -177,6 +227,11 @@ def looks(names: Collection[str]) -> dict[str, dict]:
         for i, name in enumerate(free)
     }
     return {name: ROLES.get(name) or coloured[name] for name in names}
+
+
+def point_size(count: int) -> float:
+    """Of the points of a curve that has so many: small where large ones would hide each other and other curves."""
+    return 3.5 if count <= 40 else 1.5
 
 
 def positive(values: ArrayLike) -> np.ndarray:

@@ -51,29 +51,37 @@ def samples_seen(steps: Iterable[dict]) -> float:
     return sum({step["step"]: step["samples_per_s"] * step["step_time_ms"] / 1e3 for step in steps}.values())
 
 
-def steady_throughput(events: Iterable[dict]) -> dict:
-    """Median samples per second over windows of about a second of steady steps, with a bootstrap 95 % interval.
+def steady_windows(events: Iterable[dict]) -> list[tuple[float, float, float]]:
+    """Windows of about a second of steady steps: begin and end in training time [s], and samples per second.
 
     A window holds successive steady steps of one launch, and at least as many as there are datasets: single steps
     differ by dataset and by what the clock happened to catch. Steps that are not steady are passed over rather than
     ending a window: where an epoch, and with it a validation, takes less than a second, none would ever be full.
-
-    Returns:
-        {"median", "ci95": [low, high], "num_windows"}; None where nothing can be said: no median without a window, no
-        interval from a single one.
     """
     events = list(events)
     names = {name for event in events if event["kind"] == "step" for name in event.get("datasets", ())}
-    rates: list[float] = []
-    samples, seconds, count = 0.0, 0.0, 0
+    windows: list[tuple[float, float, float]] = []
+    begin, samples, seconds, count = 0.0, 0.0, 0.0, 0
     for event in events:
         if event["kind"] == "segment":  # a relaunch: another process, perhaps on another machine
             samples, seconds, count = 0.0, 0.0, 0
         if event["kind"] != "step" or not event["steady"]:
             continue
         step_s = event["step_time_ms"] / 1e3
+        begin = begin if count else event["time_s"] - step_s
         samples, seconds, count = samples + event["samples_per_s"] * step_s, seconds + step_s, count + 1
         if seconds >= WINDOW_S and count >= len(names):
-            rates.append(samples / seconds)
+            windows.append((begin, event["time_s"], samples / seconds))
             samples, seconds, count = 0.0, 0.0, 0
+    return windows
+
+
+def steady_throughput(events: Iterable[dict]) -> dict:
+    """Median samples per second over `steady_windows`, with a bootstrap 95 % interval.
+
+    Returns:
+        {"median", "ci95": [low, high], "num_windows"}; None where nothing can be said: no median without a window, no
+        interval from a single one.
+    """
+    rates = [rate for _, _, rate in steady_windows(events)]
     return {**median_with_interval(rates), "num_windows": len(rates)}

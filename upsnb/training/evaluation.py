@@ -142,6 +142,7 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
     spec = dataset.spec
     size = float(dataset.family.domain[0][1] - dataset.family.domain[0][0])
     statistics = {kind: metrics.concatenate(parts) for kind, parts in merged.items() if parts}
+    energy = statistics.get("rollout", statistics["model"])["energy"].double().mean(0)[:, 0].tolist()
     baseline = metrics.baseline_key(not spec.time_dependent)
     summary = {
         "num_samples": len(samples),
@@ -150,6 +151,10 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
         baseline: metrics.reduce(statistics["baseline"], size)["nrmse_mean"],
         "per_sample": {"samples": samples.tolist(), "nrmse": metrics.nrmse_per_sample(statistics["model"]).tolist()},
         "per_time": {},
+        "spectrum": {  # of the first channel at the last frame, mean over all samples
+            "wavenumber": list(range(len(energy[0]))),
+            **dict(zip(("truth", "prediction", "error"), energy, strict=True)),
+        },
     }
     if "rollout" in statistics:
         frames = dataset.frames[dataset.given_frames :]

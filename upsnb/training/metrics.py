@@ -51,6 +51,7 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
         `error_square`, `target_square` (B, T, C) mean of e^2 and of target^2; `error_mean` (B, T, C) mean of e;
         `error_max` (B, T, C) largest |e|; `boundary_error_square` (B, T, C), or (B, T, 1) summed over channels in 3-D;
         `shell_error_square` (B, T, C, K) float32 |FFT(e) / N|^2 summed over wavenumber shell k;
+        `energy` (B, 3, C, K) `energy_spectrum` of target, prediction and e at the last time;
         `sample_index` (B,) int64 when it was given.
     """
     if prediction.shape != target.shape or not 4 <= target.ndim <= 6:
@@ -73,6 +74,7 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
         "error_max": error.abs().amax(space).to(total),
         "boundary_error_square": _boundary_square(error, total),
         "shell_error_square": _positive_block_shells(error).float(),
+        "energy": energy_spectrum(torch.stack((target[:, -1], prediction[:, -1].to(wide), error[:, -1]), dim=1))[1],
     }
     if sample_index is not None:
         if sample_index.shape != error.shape[:1]:
