@@ -137,7 +137,7 @@ def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> No
         ensure_generated(chosen, root / config.data.root, log)
 
 
-def open_all(config: RunConfig, root: Path, log: Progress) -> dict[str, Dataset]:
+def open_all(config: RunConfig, root: Path, log: Progress = print) -> dict[str, Dataset]:
     """Open every dataset of a config; `root` is the project's."""
     return {name: open_dataset(name, config, root / config.data.root, log) for name in config.data.datasets}
 
