@@ -16,6 +16,7 @@ from upsnb.training.setup import cold_changes
 PARAMS = Path(__file__).resolve().parents[1] / "params"
 PRESETS = ["conservative", "aggressive", "2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized"]
 ON = {  # params file: the phases that it switches on, by number or as extras
+    "1gpu_fast": {1, 6, 8},
     "2gpu_baseline": set(),
     "2gpu_optimized": {1, 2, 3, 4, 5, 6, 8},
     "4gpu_baseline": set(),
