@@ -376,10 +376,13 @@ def test_two_writers_never_share_a_revision(folder):
 def test_unknown_format_is_refused(folder):
     runfolder.write_json(folder / "control.json", {"format": 9})
     with pytest.raises(RunError, match="format 9, this version reads 1"):
-        runfolder.read_control(folder)
+        runfolder.read_manifest(folder)
 
 
 def test_a_heartbeat_that_is_just_being_created_is_no_heartbeat_yet(folder):
     (folder / "heartbeat.rank0").touch()
     runfolder.Heartbeat(folder, 1).beat(3)
     assert list(runfolder.read_heartbeats(folder)) == [1]
+    control = runfolder.read_control(folder)
+    assert "format 9, this version reads 1" in control.problem and not (control.revision or control.asked)
+    runfolder.write_json(folder / "manifest.json", {"format": 9})

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -106,6 +107,10 @@ def test_run_without_a_step_is_a_row(tmp_path):
     assert row[["train_time_s", "num_ranks", "device", "phases_on", "split", "samples_per_s"]].isna().all()
 
 
+REPORTED = {
+    "status": "finished", "num_launches": 1, "train_time_s": 1.0, "num_ranks": 1, "device": "cpu", "steps": 3,
+    "phases_on": [], "samples_per_s": {"median": 1.0, "ci95": [1.0, 1.0]}, "datasets": {},
+}  # fmt: skip
 DAMAGE = {
     "not a run": lambda folder: (folder / "manifest.json").unlink(),
     "cut manifest": lambda folder: (folder / "manifest.json").write_text('{"format": 1, "sta'),
@@ -114,6 +119,13 @@ DAMAGE = {
     "manifest without entries": lambda folder: (folder / "manifest.json").write_text('{"format": 1}'),
     "manifest is a folder": lambda folder: [(folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()],
     "binary manifest": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+    "report of other types": lambda folder: (folder / "report.json").write_text(json.dumps({**REPORTED, "steps": "x"})),
+    "report with too much": lambda folder: (folder / "report.json").write_text(
+        json.dumps({**REPORTED, "steps": 10**30})
+    ),
+    "evaluation of other types": lambda folder: (folder / "evaluation.json").write_text(
+        '{"datasets": {"darcy": {"test": {"nrmse_mean": [1]}}}}'
+    ),
     "report of another shape": lambda folder: (folder / "report.json").write_text('{"status": "finished"}'),
 }
 
@@ -125,6 +137,25 @@ def test_damaged_folder_is_a_row_and_hides_no_other(tmp_path, damage):
     frame = table(tmp_path).set_index("run")
     assert frame.status["bad"] == "unreadable" and len(frame.cause["bad"]) > 5
     assert frame.status["good"] == "finished" and frame.nrmse_darcy["good"] == 0.05
+
+
+def test_a_folder_that_nobody_may_read_and_one_that_vanishes_are_rows(tmp_path, monkeypatch):
+    make(tmp_path / "good", created=1e8)
+    for name in ("closed", "vanishes", os.fsdecode(b"odd-\xff")):
+        (tmp_path / name).mkdir()
+    exists = Path.exists
+
+    def watched(path):
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied")
+        if path.parent.name == "vanishes" and path.parent.is_dir():
+            path.parent.rmdir()
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", watched)
+    frame = table(tmp_path).set_index("run")
+    assert set(frame.index) == {"good", "closed", "vanishes", "odd-\\xff"}
+    assert list(frame.status[["good", "closed", "vanishes"]]) == ["finished", "unreadable", "unreadable"]
 
 
 def test_damaged_files_beside_a_good_manifest_cost_only_what_they_held(tmp_path):

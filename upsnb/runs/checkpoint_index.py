@@ -16,10 +16,13 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
 
 from upsnb.errors import RunError
 from upsnb.rules import did_you_mean
-from upsnb.runs.files import read_json, write_json
+from upsnb.runs.files import Shape, read_json, write_json
 from upsnb.runs.runfolder import CHECKPOINTS
 
 FORMAT = 2
@@ -27,6 +30,31 @@ INDEX = "index.json"
 ROLES = ("latest", "previous", "best", "epoch")  # epoch: the newest that was written at the end of a whole epoch
 DROPPED_FIRST = ("previous", "epoch", "best")  # what a tight budget costs, in this order; never the latest
 BLOCK_BYTES = 1 << 22
+
+
+class _File(Shape):
+    bytes: int
+    sha256: str
+
+
+class _Checkpoint(Shape):
+    step: int
+    files: dict[Annotated[str, Field(pattern=r"^\.?\w[\w.]*$")], _File]  # nothing outside the checkpoint's own folder
+
+
+class _Index(Shape):
+    latest: str | None
+    previous: str | None
+    best: str | None
+    epoch: str | None
+    checkpoints: dict[Annotated[str, Field(pattern=r"^step-\d+(-\d+)?$")], _Checkpoint]
+
+    @model_validator(mode="after")
+    def _roles_are_there(self):
+        lost = {getattr(self, role) for role in ROLES} - {None, *self.checkpoints}
+        if lost:
+            raise ValueError(f"a role names {sorted(lost)[0]}, which is not listed")
+        return self
 
 
 def home(folder: Path | str) -> Path:
@@ -47,7 +75,7 @@ def read_index(folder: Path | str) -> dict:
             f"start in a new folder, or delete the folder {CHECKPOINTS} to start anew"
         )
     try:
-        return read_json(place / INDEX, FORMAT)
+        return read_json(place / INDEX, FORMAT, _Index)
     except FileNotFoundError:
         if any(place.glob("step-*")):
             raise RunError(

@@ -7,14 +7,23 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from upsnb.errors import RunError
 
 RESERVE = ".reserve"  # given up when the disk is full, so that the end can still be written down
 RESERVE_BYTES = 1 << 20
+MOST_BYTES = 1 << 22  # of a JSON file
+
+
+class Shape(BaseModel, strict=True):
+    """Entries that a JSON file must have, and their types; others may stand beside them."""
 
 
 def write_json(path: Path, value, last_words: bool = False) -> None:
@@ -41,19 +50,39 @@ def write_json(path: Path, value, last_words: bool = False) -> None:
             (path.parent / RESERVE).unlink(missing_ok=True)
 
 
-def read_json(path: Path, version: int) -> dict:
-    """The mapping in a JSON file that carries its format's version.
+def read_json(path: Path, version: int | None, shape: type[Shape] = Shape, most_bytes: int = MOST_BYTES) -> dict:
+    """The mapping in a JSON file; whatever else is found in its place is an error.
 
+    Args:
+        version: of its format, which it must carry; None: it carries none.
     Raises:
         FileNotFoundError: there is none.
-        RunError: it is damaged, or of another version.
+        RunError: it is no file, too large, damaged, of another version or of another shape.
     """
     try:
-        values = json.loads(path.read_bytes())
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for its writer
+            raise RunError(f"{path}: is no file")
+        if found.st_size > most_bytes:
+            raise RunError(f"{path}: has {found.st_size} bytes, at most {most_bytes} are read")
+        values = from_json(path.read_bytes(), allow_inf_nan=False)  # unlike json's it ends at a depth of 200
+        json.dumps(values, allow_nan=False)  # 1e400 is infinity too
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise RunError(f"{path}: not JSON ({error})") from None
-    if values.get("format") != version:
+    if not isinstance(values, dict):
+        raise RunError(f"{path}: holds a {type(values).__name__} instead of a mapping")
+    if version is not None and values.get("format") != version:
         raise RunError(f"{path}: format {values.get('format')!r}, this version reads {version}")
+    try:
+        shape.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RunError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
     return values
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import signal
@@ -11,8 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from upsnb.errors import OutOfMemory
+from upsnb.errors import OutOfMemory, RunError
 from upsnb.runs import checkpoint_index, recovery, runfolder
+from upsnb.runs.files import Shape, read_json
 
 # Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
 # and torchrun terminates those that are left.
@@ -97,12 +97,21 @@ def summary(log: str) -> list[dict]:
     return sorted(entries[-1:] + entries[:-1], key=lambda entry: entry["time"])
 
 
+class _Failure(Shape):
+    rank: int
+    time: float
+    step: int | None
+    type: str
+    message: str
+    disk_full: bool
+
+
 def read_failures(folder: Path) -> list[dict]:
     """What failing ranks wrote down, the earliest first."""
     failures = []
     for path in folder.glob("failure.rank*.json"):
-        with contextlib.suppress(ValueError):
-            failures.append(json.loads(path.read_text()))
+        with contextlib.suppress(RunError):
+            failures.append(read_json(path, None, _Failure))
     return sorted(failures, key=lambda failure: failure["time"])
 
 

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
 
 from upsnb import config as configs
 from upsnb.config import RunConfig
@@ -20,7 +23,7 @@ from upsnb.runs.events import Heartbeat as Heartbeat
 from upsnb.runs.events import Tail as Tail
 from upsnb.runs.events import read_events as read_events
 from upsnb.runs.events import read_heartbeats
-from upsnb.runs.files import fill_reserve, locked, read_json
+from upsnb.runs.files import Shape, fill_reserve, locked, read_json
 from upsnb.runs.files import write_json as write_json
 from upsnb.runs.processes import is_alive
 
@@ -34,17 +37,45 @@ STOP = "stop"  # the control command that ends a run after its current step, wit
 CHECKPOINT, PROFILE, RESTORE, PAUSE, RESUME = "checkpoint", "profile", "restore", "pause", "resume"
 COMMANDS = (STOP, CHECKPOINT, PROFILE, RESTORE, PAUSE, RESUME)
 SETTINGS = "settings"  # entry of `Control.asked` beside the commands: the revision that last asked for settings
+MOST_CONTROL_BYTES = 1 << 16  # a request for every setting there is takes a quarter of it
 STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
 SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's name in the manifest
 
 
 # -- manifest -----------------------------------------------------------------------------------------------------
 
+Revision = Annotated[int, Field(ge=1, le=2**52)]  # ranks tell each other in float64
+
+
+class _Applied(Shape):
+    revision: Annotated[int, Field(ge=0)]
+    overlay: dict[str, Any]
+
+
+class _Segment(Shape):
+    overlay: dict[str, Any] = {}
+    revision: int = 0
+    cold_flip: dict[str, Any] | None = None
+
+
+class _Manifest(Shape):
+    status: Literal["starting", "running", "stopping", "finished", "failed"]
+    cause: str | None
+    created: float
+    host: str
+    segments: list[_Segment]
+    applied: _Applied
+    supervisor: Annotated[str, Field(pattern=r"^\d+:")] | None
+
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest as plain data."""
+    """The manifest as plain data.
+
+    Raises:
+        RunError: there is none, or it is damaged.
+    """
     try:
-        return read_json(Path(folder) / MANIFEST, FORMAT)
+        return read_json(Path(folder) / MANIFEST, FORMAT, _Manifest)
     except FileNotFoundError:
         raise RunError(f"{folder}: has no {MANIFEST} -> not a run folder") from None
 
@@ -192,24 +223,37 @@ def _release(folder: Path) -> list[dict]:
     segments = read_manifest(folder)["segments"]
     shutil.copy(folder / CONFIG, folder / f"config.segment{max(len(segments) - 1, 0)}.yaml")
     if (folder / CONTROL).exists():  # a stop or a flip asked of the old segment is not asked of the next
-        revision = read_control(folder).revision + 1
-        write_json(folder / CONTROL, {"format": FORMAT, "revision": revision, "overlay": {}})
+        write_control(folder, {}, after=Control(max(read_control(folder).revision, last_answered(folder))))
     return segments
 
 
 # -- control -------------------------------------------------------------------------------------------------------
 
 
+class _Control(Shape):
+    revision: Revision
+    overlay: dict[str, Any]
+    command: Literal[COMMANDS] | None = None
+    asked: dict[Literal[(*COMMANDS, SETTINGS)], Revision] = {}
+
+    @model_validator(mode="after")
+    def _asked_by_then(self):
+        if max(self.asked.values(), default=0) > self.revision:
+            raise ValueError("asked names a revision that is still to come")
+        return self
+
+
 @dataclass(frozen=True)
 class Control:
     """What is asked of a run: a difference from its config.yaml, and perhaps a command."""
 
-    revision: int = 0  # grows with every request
+    revision: int = 0  # grows with every request; 0: there is none
     overlay: dict = field(default_factory=dict)  # dotted setting: value; the whole desired difference
     command: str | None = None  # what this revision asks for beside settings: one of COMMANDS
     # command, or SETTINGS: revision that last asked for it; nothing gets lost when a second request comes before the
     # run has read the first
     asked: dict[str, int] = field(default_factory=dict)
+    problem: str = ""  # why the file is no request: then nothing is asked
 
     @property
     def stop(self) -> bool:
@@ -223,11 +267,16 @@ class Control:
 
 
 def read_control(folder: Path | str) -> Control:
-    """What is asked of the run now; cheap enough (30 microseconds) for every step boundary of rank 0."""
+    """What is asked of the run now; cheap enough (40 microseconds) for every step boundary of rank 0.
+
+    Never an error, because anybody may write that file, and no run may end by it.
+    """
     try:
-        values = read_json(Path(folder) / CONTROL, FORMAT)
+        values = read_json(Path(folder) / CONTROL, FORMAT, _Control, MOST_CONTROL_BYTES)
     except FileNotFoundError:
         return Control()
+    except RunError as error:
+        return Control(problem=str(error))
     revision, command, asked = values["revision"], values.get("command"), dict(values.get("asked", {}))
     by_hand = revision > max(asked.values(), default=0)
     if by_hand:
@@ -238,7 +287,10 @@ def read_control(folder: Path | str) -> Control:
 
 
 def write_control(
-    folder: Path | str, overlay: dict | Callable[[dict], dict] | None, command: str | None = None
+    folder: Path | str,
+    overlay: dict | Callable[[dict], dict] | None,
+    command: str | None = None,
+    after: Control | None = None,
 ) -> Control:
     """Ask something of the run; the file is replaced in one step and its revision grows by 1.
 
@@ -246,13 +298,16 @@ def write_control(
         overlay: the whole desired difference from config.yaml, dotted keys; None leaves it as it is. A function makes
             it from the one that stands (`effective_overlay`), and no other request comes in between.
         command: rides along with this revision; "stop" stays.
+        after: a request that came before, whatever the file says now.
     """
     folder = Path(folder)
     with locked(folder):  # two panels that click at once must not write the same revision, nor lose a setting
         old = read_control(folder)
+        if after is not None and after.revision >= old.revision:
+            old = after
         if callable(overlay):
             overlay = overlay(effective_overlay(folder, old))
-        revision, asked = old.revision + 1, dict(old.asked)
+        revision, asked = (old.revision or last_answered(folder)) + 1, dict(old.asked)
         if overlay is not None or command is None:
             asked[SETTINGS] = revision
         if command and not old.stop:
@@ -260,8 +315,16 @@ def write_control(
         command = STOP if old.stop else command  # a click just after it must not undo a stop
         new = Control(revision, dict(old.overlay if overlay is None else overlay), command, asked)
         value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay, "asked": asked}
+        if (folder / CONTROL).is_dir():  # whoever put it there, a request gets through
+            os.rename(folder / CONTROL, folder / f"{CONTROL}.{time.time_ns()}")
         write_json(folder / CONTROL, {**value, "command": command} if command else value)
     return new
+
+
+def last_answered(folder: Path) -> int:
+    """The last revision that a run has answered: the next is to be greater, even where control.json was lost."""
+    events = read_events(folder, ("flip", CHECKPOINT, PROFILE, "restored", "paused", "resumed"))
+    return max((event.get("revision") or 0 for event in events), default=0)
 
 
 def effective_overlay(folder: Path, control: Control) -> dict:
@@ -269,7 +332,7 @@ def effective_overlay(folder: Path, control: Control) -> dict:
 
     A setting that was refused is in neither, or it would have every later request refused with it.
     """
-    applied = read_manifest(folder).get("applied", {"revision": 0, "overlay": {}})
+    applied = read_manifest(folder)["applied"]
     return control.overlay if control.asked.get(SETTINGS, 0) > applied["revision"] else applied["overlay"]
 
 

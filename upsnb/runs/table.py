@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 import pandas as pd
+from pydantic import Field
 
 from upsnb.config import LoggingConfig
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.events import last_events, newest_events
+from upsnb.runs.files import Shape
 from upsnb.runs.runfolder import REPORT
 from upsnb.runs.throughput import steady_throughput
 
@@ -77,24 +82,48 @@ def _folders(root: Path) -> Iterator[Path]:
     A comparison or a ladder keeps its runs two levels deep; a report without runs of its own is passed over.
     """
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        if (folder / runfolder.MANIFEST).exists():
-            yield folder
-            continue
-        inner = sorted(path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{runfolder.MANIFEST}"))
+        try:
+            if (folder / runfolder.MANIFEST).exists():
+                yield folder
+                continue
+            inner = sorted(path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{runfolder.MANIFEST}"))
+            is_report = any(path for depth in ("", "*/") for path in folder.glob(f"{depth}{REPORT}"))
+        except OSError:  # nobody may look into it; its row says so
+            inner, is_report = [], False
         yield from (path.parent for path in inner)
-        if not inner and not any(path for depth in ("", "*/") for path in folder.glob(f"{depth}{REPORT}")):
+        if not inner and not is_report:
             yield folder
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Row(Shape):
+    """What of a row comes from files that anybody may have written."""
+
+    train_time_s: float | None
+    num_ranks: Count | None
+    device: str | None
+    steps: Count
+    split: str | None
+    samples_per_s: float | None
+    ci95_low: float | None
+    ci95_high: float | None
+    nrmse: dict[str, float | None]
 
 
 def row(folder: Path, name: str) -> dict:
     """What the table says of one folder; `nrmse` by dataset."""
-    common = {"run": name, "created": None, "nrmse": {}}
+    common = {"run": os.fsencode(name).decode(errors="backslashreplace"), "created": None, "nrmse": {}}
     try:
-        return common | _of_run(folder)
+        values = _of_run(folder)
+        _Row.model_validate(values)
+        return common | values
     except Exception as error:  # whatever somebody left in that folder, the other runs are still to be seen
         what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-        created = datetime.fromtimestamp(folder.stat().st_mtime)
-        return common | {"created": created, "status": UNREADABLE, "cause": what}
+        with contextlib.suppress(OSError, ValueError):  # it may be gone by now
+            common["created"] = datetime.fromtimestamp(folder.stat().st_mtime)
+        return common | {"status": UNREADABLE, "cause": what}
 
 
 def _of_run(folder: Path) -> dict:

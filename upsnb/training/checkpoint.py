@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from upsnb.errors import RunError
 from upsnb.runs import checkpoint_index
 from upsnb.runs.events import EventWriter
+from upsnb.runs.files import Shape, read_json
 from upsnb.runs.runfolder import CHECKPOINTS, STARTUP_ALLOWANCE_S
 from upsnb.training import checkpoint_shards, parallel
 from upsnb.training.parallel import Ranks
@@ -33,6 +35,14 @@ FORMAT = checkpoint_index.FORMAT
 STATE = "state.json"
 WATCH_INTERVAL_S = 1.0
 Allocate = Callable[[tuple[str, ...], torch.Size, torch.dtype], "Tensor | None"]
+
+
+class _State(Shape):
+    step: int
+    position: dict[str, Any] = {}
+    setup: dict[str, Any] = {}
+    config: str = ""
+    specs: dict[str, dict[str, Any]] = {}
 
 
 # -- saving --------------------------------------------------------------------------------------------------------
@@ -291,7 +301,10 @@ def load(
         return torch.empty(shape, dtype=dtype, device=device)
 
     group = ranks.control_group if together else None
-    plain = json.loads((chosen.path / STATE).read_text())
+    try:
+        plain = read_json(chosen.path / STATE, None, _State)
+    except FileNotFoundError:
+        raise RunError(f"{chosen.path / STATE}: is missing -> start the run anew") from None
     tensors = checkpoint_shards.read(chosen.path, chosen.files, room, group, alone=not together)
     state = checkpoint_shards.merge(tensors, plain)
     return {**state, "name": chosen.path.name, "passed_over": list(chosen.passed_over)}

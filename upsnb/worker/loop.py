@@ -326,8 +326,8 @@ class Loop:
         """Apply what was asked for, here and on all other ranks; what `Flips.apply` found to do."""
         if self.ranks.rank == 0:
             self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
-        old_size, overlay = self.setup.loader.schedule.global_size, self.requests.overlay
-        found = self.flips.apply(revision, overlay, self.position.step)
+        old_size, last = self.setup.loader.schedule.global_size, self.requests.last
+        found = self.flips.apply(revision, last and last.overlay, self.position.step)
         if found == CHANGED:
             self._plan()
             self._find_place(old_size)

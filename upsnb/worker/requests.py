@@ -38,13 +38,39 @@ class Requests:
 
     def __init__(self, folder: Path, ranks: Ranks, events: EventWriter, flips: Flips):
         self.folder, self.ranks, self.events, self.flips = folder, ranks, events, flips
-        self.overlay: dict | None = None  # the settings asked for, as read with the last revisions; on rank 0
+        self.last: runfolder.Control | None = None  # the last good request, on rank 0
+        self.warned = False  # of what now stands in its place
         self.paused_since: float | None = None
         self._is_first = True  # no step was begun in this launch
-        self._saved, self._profiled, self._restored = (
+        self._saved, self._profiled, self._restored = (  # by earlier launches
             max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
             for kind in ("checkpoint", "profile", "restored")
         )
+
+    def _read(self, step: int) -> runfolder.Control:
+        """What is asked now. What is no request leaves the last one standing, whoever wrote it.
+
+        A request that is numbered no higher than what was read or answered before was written by hand, or after the
+        file was deleted: it is asked anew, under a number of its own.
+        """
+        found, last = runfolder.read_control(self.folder), self.last
+        if last is None:
+            last = runfolder.Control(max(self.flips.revision, runfolder.last_answered(self.folder)))
+            is_old = found.revision < last.revision
+        else:
+            is_old = found.revision <= last.revision and found != last
+        lost = found.problem or ("" if found.revision or not last.revision else f"{runfolder.CONTROL}: was deleted")
+        if lost and not self.warned:
+            message = f"{lost} -> what was asked before still holds; the next request replaces the file"
+            print(f"warning: {message}", flush=True)
+            self.events.write("warning", step, message=message)
+        self.warned = bool(lost)
+        if lost:
+            found = last
+        elif is_old:
+            found = runfolder.write_control(self.folder, found.overlay, found.command, after=last)
+        self.last = found
+        return found
 
     def ask(self, step: int, progress: float, time_is_up: bool) -> Requested:
         """What is to be done now; all ranks enter. Acknowledges a cold flip whose ranks have come so far.
@@ -54,7 +80,7 @@ class Requests:
         """
         message = torch.zeros(len(Requested._fields), dtype=torch.float64)
         if self.ranks.rank == 0:
-            control, flips = runfolder.read_control(self.folder), self.flips
+            control, flips = self._read(step), self.flips
             # After the first step, or where none is to follow: that the ranks are there has to do then.
             if flips.trial and (not self._is_first or control.stop or control.paused or progress >= 1):
                 flips.acknowledge(step)
@@ -65,7 +91,7 @@ class Requests:
             settings *= settings > flips.revision and not flips.trial  # one flip after the other
             self._saved, self._profiled = max(save, self._saved), max(profile, self._profiled)
             self._restored = max(restore, self._restored)
-            self.overlay, pause = control.overlay, pause * control.paused
+            pause *= control.paused
             message[:] = torch.tensor([progress, time_is_up, control.stop, save, profile, restore, settings, pause])
         progress, time_is_up, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
         return Requested(progress, bool(time_is_up), bool(stop), *map(int, revisions))
@@ -113,7 +139,7 @@ class Requests:
             return 0.0
         paused_s, self.paused_since = time.perf_counter() - self.paused_since, None
         if resumed and self.ranks.rank == 0:
-            revision = runfolder.read_control(self.folder).asked.get(runfolder.RESUME)
+            revision = self.last.asked.get(runfolder.RESUME)
             self.events.write("resumed", step, revision=revision, paused_s=round(paused_s, 3))
         return paused_s
 

@@ -1,0 +1,8 @@
+"""How many of the cases that are drawn by seed a test tries."""
+
+import os
+
+
+def share(full: int) -> range:
+    """Seeds of the cases to try: all of `full` in `make abuse` (ABUSE=1), else the first twentieth of them."""
+    return range(full if os.environ.get("ABUSE") == "1" else max(1, full // 20))
