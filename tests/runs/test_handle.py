@@ -253,6 +253,19 @@ def test_heartbeat_says_where_a_rank_is_and_costs_one_write(folder, monkeypatch)
     assert (folder / "heartbeat.rank3").stat().st_size == size
 
 
+def test_heartbeat_says_since_when_a_rank_compiles(folder):
+    heartbeat = runfolder.Heartbeat(folder, 0)
+    heartbeat.beat(7)
+    for _ in range(2):
+        heartbeat.compiling()
+        first = runfolder.read_heartbeats(folder)[0]
+    heartbeat.compiling()
+    assert (first["state"], first["step"], first["beats"]) == ("compiling", 7, 1)
+    assert runfolder.read_heartbeats(folder)[0] == first, "many graphs are one compilation"
+    heartbeat.beat(7)
+    assert runfolder.read_heartbeats(folder)[0]["state"] == "beating"
+
+
 # -- control -------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +388,9 @@ def test_two_writers_never_share_a_revision(folder):
 
 def test_unknown_format_is_refused(folder):
     runfolder.write_json(folder / "control.json", {"format": 9})
+    control = runfolder.read_control(folder)
+    assert "format 9, this version reads 1" in control.problem and not (control.revision or control.asked)
+    runfolder.write_json(folder / "manifest.json", {"format": 9})
     with pytest.raises(RunError, match="format 9, this version reads 1"):
         runfolder.read_manifest(folder)
 
@@ -383,6 +399,3 @@ def test_a_heartbeat_that_is_just_being_created_is_no_heartbeat_yet(folder):
     (folder / "heartbeat.rank0").touch()
     runfolder.Heartbeat(folder, 1).beat(3)
     assert list(runfolder.read_heartbeats(folder)) == [1]
-    control = runfolder.read_control(folder)
-    assert "format 9, this version reads 1" in control.problem and not (control.revision or control.asked)
-    runfolder.write_json(folder / "manifest.json", {"format": 9})

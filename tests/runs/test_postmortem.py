@@ -161,6 +161,13 @@ def test_first_step_may_take_longer(watch):
     assert "hung before their first step" in StallWatch(2, 10.0).stalled({}, runfolder.STARTUP_ALLOWANCE_S + 1.0)
 
 
+def test_a_step_that_compiles_may_take_as_long_as_the_first(watch):
+    compiles = {0: beat(7, state="compiling"), 1: beat(7, state="compiling")}
+    assert watch.stalled(compiles, 1.0) is None and watch.stalled(compiles, 1000.0) is None
+    assert watch.stalled({0: beat(7), 1: beat(7)}, 1001.0) is None
+    assert "hung at step 7" in watch.stalled({0: beat(7), 1: beat(7)}, 1012.0)
+
+
 def test_rank_that_is_done_may_be_silent_while_others_work(watch):
     for now in range(1, 60):
         assert watch.stalled({0: beat(now), 1: beat(7, state="done")}, float(now)) is None

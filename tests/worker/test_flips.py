@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from upsnb import overlays
 from upsnb.errors import ConfigError
@@ -16,6 +17,7 @@ from upsnb.runs.supervisor import Supervisor
 from upsnb.runs.throughput import throughput_ratio
 from upsnb.training import checkpoint
 from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
 from upsnb.worker import flips, loop
 from upsnb.worker.flips import Flips, rates, steady_steps_before
 
@@ -288,6 +290,50 @@ def test_under_skip_a_live_flip_leaves_out_what_cannot_run_and_names_it(tiny_con
     assert flip["applied"] and flip["skipped"].keys() == {"nccl"} and "on the CPU" in flip["skipped"]["nccl"]
     assert flip["changes"] == {"training.noise": 0.01, "training.on_missing": "skip"}
     assert json.loads((tmp_path / "manifest.json").read_text())["applied"]["overlay"] == flip["changes"]
+
+
+@pytest.mark.parametrize("in_a_pause", [False, True])
+def test_a_flip_that_compiles_for_long_takes_nothing_from_the_time_limit(
+    tiny_config, tmp_path, train_here, clock, monkeypatch, in_a_pause
+):
+    monkeypatch.setattr("upsnb.worker.requests.time.sleep", clock.advance)
+    monkeypatch.setattr(Flips, "_try_compiling", lambda self: clock.advance(511.0) or "")
+    requests = [(None, "pause")] * in_a_pause + [({"training.noise": 0.01}, None)]
+    beats = []
+
+    def at_step(step):
+        beats.append(step)
+        asking(tmp_path, {3: requests} if len(beats) == 8 else {})(3)
+        if in_a_pause and len(beats) == 20:
+            runfolder.write_control(tmp_path, None, "resume")
+
+    events = train_here(tiny_config(**{"training.time_limit_s": 150.0}), tmp_path, at_step)
+    (flip,), (end,), steps = (kinds(events, kind) for kind in ("flip", "end", "step"))
+    assert flip["applied"] and flip["duration_ms"] > 511e3
+    assert end["reason"] == "epochs" and end["train_time_s"] < 10
+    assert [step["step"] for step in steps if step["time_s"] > 10] == []
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_what_a_step_compiles_after_a_flip_takes_nothing_from_the_time_limit(
+    tiny_config, tmp_path, train_here, clock, monkeypatch, flipped
+):
+    def compiling_step(self, batches, step, microbatch, real=Setup.step):
+        if step == 6:
+            with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"):
+                clock.advance(100.0)
+                seen.append(runfolder.read_heartbeats(tmp_path)[0]["state"])
+            with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"):
+                clock.advance(411.0)
+        return real(self, batches, step, microbatch)
+
+    seen = []
+    monkeypatch.setattr(Setup, "step", compiling_step)
+    requests = {3: [({"training.noise": 0.01}, None)]} if flipped else {}
+    events = train_here(tiny_config(**{"training.time_limit_s": 150.0}), tmp_path, asking(tmp_path, requests))
+    (end,) = kinds(events, "end")
+    assert (end["reason"], end["train_time_s"] < 10) == (("epochs", True) if flipped else ("time", False))
+    assert seen == ["compiling"] and not callback_handler.start_callbacks and not callback_handler.end_callbacks
 
 
 @pytest.mark.slow

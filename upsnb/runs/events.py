@@ -183,16 +183,21 @@ def newest_events(folder: Path, kinds: Sequence[str], num_bytes: int, rank: int 
 
 
 class Heartbeat:
-    """A rank's sign of life: one line of fixed length, overwritten in place."""
+    """A rank's sign of life: one line of fixed length, overwritten in place.
+
+    Its state is `waiting` before the first step, `beating` while steps are taken, `done` after the last; and from the
+    first compilation in a step or a flip until the next beat `compiling`, since `time`.
+    """
 
     def __init__(self, folder: Path, rank: int):
         self._fd = os.open(Path(folder) / f"heartbeat.rank{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
         self._pid, self._beats, self._first, self._last = os.getpid(), 0, -1, -1
-        self._write(-1, "waiting")
+        self._write("waiting")
 
-    def _write(self, step: int, state: str) -> None:
-        numbers = f"pid={self._pid:<8d} step={step:<12d} beats={self._beats:<12d} first={self._first:<12d}"
-        os.pwrite(self._fd, f"{numbers} time={time.time():<18.6f} state={state:<8}\n".encode(), 0)
+    def _write(self, state: str) -> None:
+        self._state = state
+        numbers = f"pid={self._pid:<8d} step={self._last:<12d} beats={self._beats:<12d} first={self._first:<12d}"
+        os.pwrite(self._fd, f"{numbers} time={time.time():<18.6f} state={state:<9}\n".encode(), 0)
 
     @property
     def step(self) -> int | None:
@@ -205,11 +210,16 @@ class Heartbeat:
             self._first = step
         self._beats += 1
         self._last = step
-        self._write(step, "beating")
+        self._write("beating")
+
+    def compiling(self) -> None:
+        """Say that this rank compiles; often in a row is as good as once."""
+        if self._state != "compiling":
+            self._write("compiling")
 
     def done(self) -> None:
         """Say that this rank has nothing left to do, so that its silence is no hang."""
-        self._write(self._last, "done")
+        self._write("done")
 
 
 def read_heartbeats(folder: Path) -> dict[int, dict]:

@@ -310,7 +310,7 @@ class StallWatch:
             key = beat and (beat["step"], beat["beats"], beat["state"])
             if key != self.seen[rank][0]:
                 self.seen[rank] = (key, now)
-            stepped = beat is not None and beat["step"] > beat["first"]
+            stepped = beat is not None and beat["step"] > beat["first"] and beat["state"] != "compiling"
             # A rank that has ended well waits for the others, and is to exit once they have ended too.
             waits = rank in done and len(done) < self.num_ranks
             since = max(time for _, time in self.seen.values()) if rank in done else self.seen[rank][1]

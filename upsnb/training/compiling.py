@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,6 +79,38 @@ class Compilation:
 
     def as_dict(self) -> dict:
         return {**vars(self), "duration_s": round(self.duration_s, 3)}
+
+
+class CompileClock:
+    """Tells how long this process has compiled, in whatever step it had to.
+
+    Args:
+        begun: called whenever compiling begins.
+    """
+
+    def __init__(self, begun: Callable[[], None]):
+        self.begun, self.since, self.spent_s = begun, 0.0, 0.0
+        self.handler = importlib.import_module("torch._dynamo.callback").callback_handler
+        self.handler.register_start_callback(self._begin)
+        self.handler.register_end_callback(self._end)
+
+    def _begin(self, _) -> None:
+        self.since = time.perf_counter()
+        self.begun()
+
+    def _end(self, _) -> None:
+        self.spent_s += time.perf_counter() - self.since
+
+    def take_s(self) -> float:
+        """Seconds spent compiling since the last call."""
+        spent_s, self.spent_s = self.spent_s, 0.0
+        return spent_s
+
+    def close(self) -> None:
+        """Listen no longer."""
+        with contextlib.suppress(ValueError):  # torch._dynamo.reset has forgotten all who listened
+            self.handler.remove_start_callback(self._begin)
+            self.handler.remove_end_callback(self._end)
 
 
 class CompileCounter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -380,6 +381,27 @@ def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:
     # Where compiling fails on one rank, the others wait in collectives that cannot be taken back: another launch can.
     ranks_wait = new.training.use_fsdp2 and new.training.num_gpus > 1 and new.training.compile
     return [path for path in changed if is_cold(path) or (ranks_wait and path.startswith("training.compile"))]
+
+
+def idle_settings(setup: Setup) -> list[str]:
+    """What the config asks for and what changes nothing here, a sentence each."""
+    training, resident, said = setup.config.training, setup.loader.residency == "device", []
+    queries = training.query_sampling
+    for name, dataset in setup.datasets.items():
+        points = math.prod(dataset.source.grid_shape)
+        if queries.num_queries and queries.num_queries >= points and queries.jitter == 0:
+            said.append(
+                f"training.query_sampling.num_queries is {queries.num_queries} and {name} has {points} grid points "
+                "-> every point is compared, nothing is sampled"
+            )
+    if resident and training.num_workers > 0:
+        said.append(
+            f"training.num_workers is {training.num_workers} and all data lives on the device -> it changes nothing; "
+            "set data.residency: workers to read from the files instead"
+        )
+    if training.pin_memory and (resident or setup.ranks.device.type != "cuda"):
+        said.append("training.pin_memory is on and no batch is copied from host to GPU -> it changes nothing")
+    return said
 
 
 def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:

@@ -40,6 +40,7 @@ class Flips:
         self.base, self.setup, self.ranks, self.events, self.folder = base, setup, ranks, events, folder
         self.revision = launch.revision  # of the settings in control.json, last obeyed or refused
         self.trial = launch.cold_flip  # the `relaunch` event of a flip to acknowledge once these ranks have done a step
+        self.made = bool(launch.overlay)  # settings were changed since the run was started
         self.request: dict = {}  # the `relaunch` event that these ranks end with
         self.before: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (samples, seconds) of steady steps
         self.after: list[tuple[float, float]] | None = None  # None: nothing to measure
@@ -61,7 +62,7 @@ class Flips:
         Returns:
             NOTHING, CHANGED or RELAUNCH.
         """
-        self.revision = revision
+        self.revision, self.made = revision, True
         overlay = parallel.all_gather_objects(self.ranks, overlay)[0]
         old, since, started = self.setup.config, time.time(), time.perf_counter()
         new, skipped, cold, problem = old, {}, [], ""

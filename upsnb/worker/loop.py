@@ -22,9 +22,9 @@ from upsnb.runs.events import without_nonfinite
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.spans import DATA, outside_step, span
 from upsnb.training import checkpoint, evaluation, optimizers, parallel, stages
-from upsnb.training.compiling import CompileCounter
+from upsnb.training.compiling import CompileClock, CompileCounter
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup
+from upsnb.training.setup import Setup, idle_settings
 from upsnb.training.timing import StepClock
 from upsnb.worker.flips import CHANGED, RELAUNCH, Flips
 from upsnb.worker.guards import Guards
@@ -59,7 +59,8 @@ def train(
             launch = replace(launch, overlay=overlay, revision=loop.flips.revision, cold_flip=None)
             loop.saver.close()
         finally:
-            loop.profiler.close()  # these two are all that is the process's
+            loop.profiler.close()  # these are all that is the process's
+            loop.compiling.close()
             loop.setup.tf32.set(False)
 
 
@@ -97,6 +98,7 @@ class Loop:
         self.profiler = Profiler(folder, self.setup, ranks, events)
         self.position = handed.position if handed else Position(stage=stage)
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
+        self.compiling = CompileClock(heartbeat.compiling)
         self.log = StepLog(events, self.clock, self.flips.observe)
         self.announced_first = False
         self.guards = Guards(folder, self.setup, self.flips, ranks, events)
@@ -182,22 +184,8 @@ class Loop:
                 for name, dataset in datasets.items()
             },
         )
-        training, resident = self.config.training, setup.loader.residency == "device"
-        queries = training.query_sampling
-        for name, dataset in datasets.items():
-            points = math.prod(dataset.source.grid_shape)
-            if queries.num_queries and queries.num_queries >= points and queries.jitter == 0:
-                self._warn(
-                    f"training.query_sampling.num_queries is {queries.num_queries} and {name} has {points} grid points "
-                    "-> every point is compared, nothing is sampled"
-                )
-        if resident and training.num_workers > 0:
-            self._warn(
-                f"training.num_workers is {training.num_workers} and all data lives on the device -> it changes "
-                "nothing; set data.residency: workers to read from the files instead"
-            )
-        if training.pin_memory and (resident or self.ranks.device.type != "cuda"):
-            self._warn("training.pin_memory is on and no batch is copied from host to GPU -> it changes nothing")
+        for message in idle_settings(setup):
+            self._warn(message)
 
     def _warn(self, message: str) -> None:
         print(f"warning: {message}", flush=True)
@@ -316,18 +304,25 @@ class Loop:
         """Leave the boundary; after a pause no clock has run meanwhile."""
         paused_s = self.requests.leave(self.position.step, resumed=reason is None)
         if paused_s:
-            self.run_started += paused_s
+            self._stand_still(paused_s)
             self.launched += paused_s
-            self.log.time_before_s -= paused_s
             self.clock.settle(self.position.step)
         return reason
+
+    def _stand_still(self, seconds: float) -> None:
+        """Take time that has just passed out of the time of training."""
+        self.run_started += seconds
+        self.log.time_before_s -= seconds
 
     def _flip(self, revision: int) -> str:
         """Apply what was asked for, here and on all other ranks; what `Flips.apply` found to do."""
         if self.ranks.rank == 0:
             self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
-        old_size, last = self.setup.loader.schedule.global_size, self.requests.last
+        old_size, last, started = self.setup.loader.schedule.global_size, self.requests.last, time.perf_counter()
         found = self.flips.apply(revision, last and last.overlay, self.position.step)
+        if self.requests.paused_since is None:  # in a pause time stands still anyway
+            self._stand_still(time.perf_counter() - started)  # it may compile for longer than training was to take
+        self.compiling.take_s()
         if found == CHANGED:
             self._plan()
             self._find_place(old_size)
@@ -352,6 +347,10 @@ class Loop:
             return False
         position.step += 1
         position.microbatch += len(batches)
+        compiled_s = self.compiling.take_s()
+        if compiled_s and self.flips.made:  # because of a flip; what the start compiles is part of what training costs
+            self.log.drain()
+            self._stand_still(compiled_s)
         if self.ranks.rank == 0:
             self._note_step(batches, wait_ms, rate, *result)
         self.guards.after_step(position.step, *result)
