@@ -2,13 +2,14 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import LONGEST_S, until
 
 from upsnb import overlays
 from upsnb.errors import RunError, RunFailed
@@ -189,18 +190,58 @@ def test_sigterm_is_a_stop(monkeypatch, tmp_path):
     assert_nothing_left(run.folder)
 
 
-def test_attached_run_ends_with_the_process_that_started_it(monkeypatch, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["moved", "removed", "taken"])
+def test_run_whose_folder_is_gone_ends_and_says_so(monkeypatch, tmp_path, how):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    run = start(monkeypatch, folder, "endless:0:0", 1)
+    run.wait_for("step", step=2)
+    log = open(folder / runfolder.LOG)
+    if how == "taken":  # the same path holds another run by now
+        runfolder.update_manifest(folder, supervisor="1:another")
+    else:
+        folder.rename(moved)
+    if how == "removed":
+        shutil.rmtree(moved, ignore_errors=True)
+    assert run._process.wait(LONGEST_S) == 1
+    assert_nothing_left(folder)
+    assert f"{folder}: its folder was removed or moved while it trained" in log.read()
+    log.close()
+    if how == "moved":
+        assert handle.Run.attach(moved).status() == "failed"
+        assert handle.Run.attach(moved).cause() == "its folder was removed or moved while it trained"
+
+
+@pytest.mark.parametrize("waits", ["run.wait()", "run.wait_for('end')"])
+def test_interrupted_script_has_stopped_its_run(monkeypatch, tmp_path, waits):
     folder = tmp_path / "run"
     monkeypatch.setenv("UPSNB_FAULT", "endless:0:0")
+    script = attached_script(folder, waits)
+    run = until(lambda: (folder / runfolder.MANIFEST).exists() and handle.Run.attach(folder))
+    run.wait_for("step", step=2)
+    script.send_signal(signal.SIGINT)
+    assert script.wait(LONGEST_S) == -signal.SIGINT, "130 in a shell"
+    assert run.wait() == "finished" and run.manifest["end_reason"] == "stopped"
+    assert_nothing_left(folder)
+
+
+def attached_script(folder, then):
+    """A process that starts a run which ends with it."""
     settings = {"training": {"device": "cpu", "threads_per_rank": 1}}
     code = f"""
 import time
 from upsnb import overlays
 from upsnb.runs import handle
-handle.start(overlays.resolve({settings!r}), {str(folder)!r}, attached=True, worker={str(WORKER)!r})
-time.sleep(600)
+run = handle.start(overlays.resolve({settings!r}), {str(folder)!r}, attached=True, worker={str(WORKER)!r})
+{then}
 """
-    kernel = subprocess.Popen([sys.executable, "-c", code])
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_attached_run_ends_with_the_process_that_started_it(monkeypatch, tmp_path):
+    folder = tmp_path / "run"
+    monkeypatch.setenv("UPSNB_FAULT", "endless:0:0")
+    kernel = attached_script(folder, "time.sleep(600)")
     try:
         until((folder / runfolder.MANIFEST).exists)
         run = handle.Run.attach(folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 MARK = "UPSNB_SUPERVISOR"  # environment variable of every process of a run: the identity of its supervisor
 SEGMENT = "UPSNB_SEGMENT"  # environment variable of the ranks: how often they were launched before
+STORE = "UPSNB_STORE"  # environment variable of the ranks of one machine: the file by which they find each other
 
 
 def process_identity(pid: int) -> str | None:

@@ -18,12 +18,15 @@ from pathlib import Path
 
 from upsnb import config as configs
 from upsnb import overlays
+from upsnb.errors import RunError
 from upsnb.runs import checkpoint_index, files, postmortem, recovery, runfolder
 from upsnb.runs.postmortem import Ending
-from upsnb.runs.processes import MARK, SEGMENT, kill_marked, marked, process_identity
+from upsnb.runs.processes import MARK, SEGMENT, STORE, kill_marked, marked, process_identity
 
 POLL_S = 0.1
-TORCHRUN_LOGS = ".torchrun"  # per-rank output that torchrun copies, with the rank's name, to worker.log
+TORCHRUN = ".torchrun"  # where ranks find each other, and their output before it is copied to worker.log by name
+LOST_S = 20.0  # a disk may be away for a moment; a folder that is away for longer is lost
+LOST = "its folder was removed or moved while it trained"
 STACKS_S = 1.0  # time for hung ranks to write down where they stand
 NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicator is made, so only a launch can set it
     "NCCL_NSOCKS_PERTHREAD": "4",
@@ -32,6 +35,7 @@ NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicat
     "NCCL_P2P_DISABLE": "0",
     "NCCL_IB_DISABLE": "0",
 }
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
 # glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
 KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
 
@@ -45,6 +49,8 @@ class Supervisor:
         self.identity = process_identity(os.getpid())
         self.parent_gone = threading.Event()
         self.terminations = 0  # SIGTERM and SIGINT so far
+        self.stop_asked = False
+        self.home = os.open(folder, os.O_RDONLY)  # stays the folder's where it is moved
         self.status = "starting"
 
     # -- from outside --------------------------------------------------------------------------------------------
@@ -79,8 +85,13 @@ class Supervisor:
             raise
         finally:
             kill_marked(self.identity)
-            shutil.rmtree(self.folder / TORCHRUN_LOGS, ignore_errors=True)
-            self._close_segment(end)
+            shutil.rmtree(self.folder / TORCHRUN, ignore_errors=True)
+            if self._is_lost():
+                print(f"{self.folder}: {end.cause}", file=sys.stderr, flush=True)  # the log is open still
+                with contextlib.suppress(OSError):
+                    self.folder = Path(os.readlink(f"/proc/self/fd/{self.home}"))
+            if not self._is_lost():
+                self._close_segment(end)
         return 0 if end.status == "finished" else 1
 
     def _launch_until_done(self) -> Ending:
@@ -141,18 +152,14 @@ class Supervisor:
                 env={**os.environ, **self._environment()},
                 start_new_session=True,  # a SIGTERM for the supervisor's group must leave the workers time to save
             )
-        stop_deadline = None
+        self.seen, self.stop_deadline = time.monotonic(), None
         while torchrun.poll() is None:
             time.sleep(POLL_S)
             beats = runfolder.read_heartbeats(self.folder)
-            if self.status == "starting" and any(beat["beats"] for beat in beats.values()):
-                self._note_status("running")
-            if self.terminations and not self._stop_asked():
-                runfolder.write_control(self.folder, None, runfolder.STOP)
-            if self.status != "stopping" and self._stop_asked():
-                self._note_status("stopping")
-                stop_deadline = stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
-            forced = self._reason_to_kill(stop_deadline)
+            if not self._is_lost():
+                self.seen = time.monotonic()
+                self._follow(beats)
+            forced = self._reason_to_kill()
             hung = None if forced else watch.stalled(beats, time.monotonic())
             if hung:
                 self._ask_for_stacks(beats)
@@ -160,20 +167,42 @@ class Supervisor:
                 self._kill(torchrun, beats)
                 return Ending("failed", forced or hung, exit_code=torchrun.wait(), hung=hung is not None)
         kill_marked(self.identity)  # loaders and threads of ranks that died without a word
+        if self._is_lost():
+            return Ending("failed", LOST, exit_code=torchrun.returncode)
         return postmortem.examine(self.folder, torchrun.returncode, log_start)
 
-    def _reason_to_kill(self, stop_deadline: float | None) -> str | None:
-        if self.parent_gone.is_set():
+    def _follow(self, beats: dict[int, dict]) -> None:
+        """Note what the workers do, and what they are asked to."""
+        if self.status == "starting" and any(beat["beats"] for beat in beats.values()):
+            self._note_status("running")
+        if self.terminations and not self._stop_asked():
+            runfolder.write_control(self.folder, None, runfolder.STOP)
+        if self.status != "stopping" and self._stop_asked():
+            self._note_status("stopping")
+            self.stop_deadline = self.stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
+
+    def _reason_to_kill(self) -> str | None:
+        if time.monotonic() - self.seen > LOST_S:
+            return LOST
+        if self.parent_gone.is_set() and not self._stop_asked():  # one that its user has stopped may end well
             return "the process that started this run is gone, and an attached run ends with it"
         if self.terminations > 1:
             return "it was told to end at once by a second signal"
-        if stop_deadline is not None and time.monotonic() > stop_deadline:
+        if self.stop_deadline is not None and time.monotonic() > self.stop_deadline:
             waited = self.config.training.stall_timeout_s
             return f"it was asked to stop and its workers had not ended {waited:g} s later"
         return None
 
+    def _is_lost(self) -> bool:
+        """Whether the folder is no longer in its place, or is another run's."""
+        try:
+            return runfolder.read_manifest(self.folder)["supervisor"] != self.identity
+        except RunError:  # or it is there and damaged
+            return not (self.folder / runfolder.MANIFEST).exists()
+
     def _stop_asked(self) -> bool:
-        return runfolder.read_control(self.folder).stop
+        self.stop_asked = self.stop_asked or runfolder.read_control(self.folder).stop  # whatever is written afterwards
+        return self.stop_asked
 
     def _ask_for_stacks(self, beats: dict[int, dict]) -> None:
         """Let every rank write its stacks to the log; only ranks, because the signal would end torchrun."""
@@ -196,17 +225,24 @@ class Supervisor:
 
     def _command(self) -> list[str]:
         target = ["-m", "upsnb.worker"] if self.worker is None else [str(self.worker)]
+        place = self.folder / TORCHRUN
         return [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(self.config.training.num_gpus)),
-            *("--tee", "3", "--redirects", "0", "--log-dir", str(self.folder / TORCHRUN_LOGS)),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.config.training.num_gpus)),
+            # By files: its TCP store listens on every interface, and unpickles what anybody sends. It appends a sign of
+            # life every 5 s, which for one machine means nothing.
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(place / "rendezvous"), "--local-addr", "localhost"),
+            *("--rdzv-conf", "store_type=file,keep_alive_interval=3600"),
+            *("--tee", "3", "--redirects", "0", "--log-dir", str(place)),
             *target,
             str(self.folder),
         ]
 
     def _environment(self) -> dict[str, str]:
         return {
+            **{name: os.environ.get(name, LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
             **self._nccl_environment()[0],
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            STORE: str(self.folder / TORCHRUN / "ranks"),
             MARK: self.identity,
             SEGMENT: str(len(runfolder.read_manifest(self.folder)["segments"]) - 1),
             "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
@@ -248,6 +284,8 @@ class Supervisor:
         for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
             for path in self.folder.glob(pattern):
                 path.unlink()
+        shutil.rmtree(self.folder / TORCHRUN, ignore_errors=True)
+        (self.folder / TORCHRUN).mkdir()
         files.fill_reserve(self.folder)
         manifest = runfolder.read_manifest(self.folder)
         segments, start = manifest["segments"], flip or manifest["applied"]
@@ -338,7 +376,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     supervisor = Supervisor(options.folder.absolute(), options.worker and options.worker.absolute())
     supervisor.listen(options.attached)
-    return supervisor.run()
+    try:
+        return supervisor.run()
+    except RunError as error:  # its folder's files are damaged
+        print(error, file=sys.stderr, flush=True)
+        return 1
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from upsnb import hardware
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
+from upsnb.runs.processes import STORE
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,16 @@ def initialise(config: RunConfig) -> Ranks:
     if world_size > 1:
         # Far above the supervisor's stall timeout: it names the hung rank, a timeout here names one that waits for it.
         timeout = timedelta(seconds=runfolder.STARTUP_ALLOWANCE_S + 2 * config.training.stall_timeout_s)
+        meeting: dict = {"timeout": timeout}  # by torchrun's TCP store, which reaches other machines
+        if STORE in os.environ:  # or by a file, which nobody can send anything to
+            store = dist.FileStore(os.environ[STORE], world_size)
+            store.set_timeout(timeout)
+            meeting |= {"store": store, "rank": rank, "world_size": world_size}
         if device.type == "cuda":
-            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+            dist.init_process_group("nccl", device_id=device, **meeting)
             control_group = dist.new_group(backend="gloo", timeout=timeout)  # small messages without a GPU sync
         else:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group("gloo", **meeting)
     elif config.training.use_fsdp2:  # a group of one, which nobody has to be found for
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
