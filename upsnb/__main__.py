@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -35,7 +36,7 @@ exit codes: 0 done, 1 failed, 2 refused before anything was done, 130 stopped by
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 finished, 1 failed, 2 refused before anything started."""
+    """Run one command; its exit code: 0 finished, 1 failed, 2 refused before anything started, 130 stopped by user."""
     args = _parser().parse_args(arguments)
     try:
         return args.act(args) or OK
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        print("interrupted: the kernel and an attached run were ended", file=sys.stderr)
+        print("stopped by its user: the kernel was ended, and with it the runs that it had started", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -139,12 +140,36 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     if files and preset and "preset" not in parameters:
         names = ", ".join(map(as_typed, files))
         print(f'{names}: on top of the preset {preset} of the notebook (with preset: "" in a file, on top of nothing)')
-    cause = _execute(notebook, executed, {**parameters, "run_folder": str(folder)}) or _run_failure(folder)
+    interrupts: list[Path] = []
+    previous = signal.signal(signal.SIGINT, lambda *_: interrupts.extend(_stop_runs(folder, interrupts)))
+    try:
+        cause = _execute(notebook, executed, {**parameters, "run_folder": str(folder)}) or _run_failure(folder)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     print(summary(folder))
+    if interrupts:
+        print(f"stopped by its user{': ' + cause if cause else ''}", file=sys.stderr)
+        return INTERRUPTED
     if cause:
         print(f"FAILED: {cause}\nSee {as_typed(executed)}", file=sys.stderr)
         return FAILED
     return OK
+
+
+def _stop_runs(folder: Path, stopped: list[Path]) -> list[Path]:
+    """Ask the live runs in a folder to stop, so that the notebook tells of what they reached; returns them.
+
+    Raises:
+        KeyboardInterrupt: none lives, or they were asked before.
+    """
+    manifests = [path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{runfolder.MANIFEST}")]
+    alive = [run for run in manifests if runfolder.state(run)[0] in runfolder.ALIVE]
+    if stopped or not alive:
+        raise KeyboardInterrupt
+    for run in alive:
+        runfolder.write_control(run, None, runfolder.STOP)
+    print("stopping: the run saves its state and the notebook tells of it; Ctrl-C again ends it now", file=sys.stderr)
+    return alive
 
 
 def _find_notebook(notebook: Path) -> Path:
@@ -260,6 +285,8 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
             shutdown_kernel="immediate",  # nothing is left to do in it, and asked politely it takes a second
         )
     except papermill.PapermillExecutionError as error:
+        if error.ename == KeyboardInterrupt.__name__:  # of the kernel
+            raise KeyboardInterrupt from None
         lines = f"{error.ename}: {error.evalue}".splitlines()
         more = ["  ..."] if len(lines) > CAUSE_LINES else []
         return "\n".join([f"cell [{error.exec_count}] raised {lines[0]}", *lines[1:CAUSE_LINES], *more])

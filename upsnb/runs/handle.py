@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import subprocess
@@ -177,9 +178,10 @@ class Run:
             RunFailed: the run ended in any other way; carries the cause and the end of the log.
             RunTimeout: it still runs; a TimeoutError.
         """
-        for event in self._follow(None if on_event else ("end",), timeout, "end"):
-            if on_event:
-                on_event(event)
+        with self.stopped_by_interrupts():
+            for event in self._follow(None if on_event else ("end",), timeout, "end"):
+                if on_event:
+                    on_event(event)
         status, cause = runfolder.state(self.folder, self._process)
         if status != "finished":
             raise RunFailed(self.folder, status, cause or "unknown", self.log_tail())
@@ -196,11 +198,23 @@ class Run:
             RunError: the run ended before; says how and why.
             RunTimeout: it still runs.
         """
-        for event in self._follow((kind,), timeout_s, kind):
-            if (event.get("revision", revision) or 0) >= revision and (event["step"] or 0) >= step:
-                return event
+        with self.stopped_by_interrupts():
+            for event in self._follow((kind,), timeout_s, kind):
+                if (event.get("revision", revision) or 0) >= revision and (event["step"] or 0) >= step:
+                    return event
         status, cause = runfolder.state(self.folder, self._process)
         raise RunError(f"{self.folder}: {status} before its {kind} event" + (f": {cause}" if cause else ""))
+
+    @contextlib.contextmanager
+    def stopped_by_interrupts(self) -> Iterator[None]:
+        """Within it, Ctrl-C asks a run to stop that would end with this process; any other run goes on without it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._process is not None and self._process.stdin is not None and self.status() in runfolder.ALIVE:
+                self.stop()
+                print(f"{self.folder.name}: saves its state and ends, because its user stopped it", flush=True)
+            raise
 
     def _follow(self, kinds: Sequence[str] | None, timeout_s: float | None, awaited: str) -> Iterator[dict]:
         """Events, each once, until the run has ended."""
