@@ -8,12 +8,13 @@ HOSTED := .colab/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lab check clean help
+.PHONY: demo test abuse lab check clean help
 help:
 	@echo "make demo    train a small operator on this machine and print what it reached (about 5 minutes)"
 	@echo "make lab     open the notebooks in JupyterLab"
 	@echo "make check   ruff and the repository's own rules (seconds)"
 	@echo "make test    check, then all tests and all notebooks"
+	@echo "make abuse   every damaged file and killed run, of which make test takes a tenth"
 	@echo "make clean   remove .venv and caches; data and outputs stay"
 
 demo: $(STAMP) compiler
@@ -39,6 +40,9 @@ test: check compiler $(HOSTED)
 	$(BIN)/python -m pytest -q tests -m slow -n 2 $(BY_FILE) --durations=10 || test $$? = 5  # 5: no test is marked slow
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
+
+abuse: $(STAMP)
+	ABUSE=1 $(BIN)/python -m pytest -q tests/abuse -rP
 
 clean:
 	rm -rf $(VENV) .colab *.egg-info .pytest_cache .ruff_cache

@@ -34,7 +34,6 @@ EXAMPLES = """examples:
 exit codes: 0 done, 1 failed, 2 refused before anything was done, 130 stopped by Ctrl-C"""
 
 
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code: 0 finished, 1 failed, 2 refused before anything started, 130 stopped by user."""
     args = _parser().parse_args(arguments)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from tiny_files import advection_arrays, darcy_arrays, write
 
+from upsnb.config import DatasetConfig
+from upsnb.data.datasets import find_files
 from upsnb.data.families import open_source
 from upsnb.data.generate import generate_advection
 from upsnb.errors import DataError
@@ -172,6 +174,13 @@ def test_a_file_given_twice_would_leak_training_samples_into_the_test(tmp_path):
     path = write(tmp_path / "one.h5", advection_arrays(), beta=0.5)
     with pytest.raises(DataError, match="given twice"):
         open_source("advection1d", [path, tmp_path / "." / "one.h5"])
+
+
+@pytest.mark.parametrize("name", ["", "**x", "gone.h5", "../*/gone*", "/gone.h5", "[", "."])
+def test_a_name_that_matches_nothing_is_told_with_what_is_there(tmp_path, name):
+    write(tmp_path / "there.h5", {})
+    with pytest.raises(DataError, match=r"not found in .*there\.h5.* -> correct data.root"):
+        find_files("d", DatasetConfig(family="darcy2d", files=(name,)), tmp_path)
 
 
 def test_no_files_at_all():

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -12,14 +13,15 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from waiting import LONGEST_S, until
 
 from upsnb import overlays
-from upsnb.errors import RunError
+from upsnb.errors import ConfigError, RunError
 from upsnb.runs import checkpoint_index, handle, runfolder
 from upsnb.training import checkpoint, checkpoint_shards
 from upsnb.training.parallel import Ranks
+from upsnb.worker import loop
 
 EVERYTHING = {  # all that draws at random or remembers
     "operator.pdet.drop_path": 0.3,
@@ -203,6 +205,18 @@ def make_saver(tmp_path):
 
 def state(step, value=None, size=64):
     return {"step": step, "weights": torch.full((size,), float(step if value is None else value))}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_config, tmp_path_factory):
+    """The folder of a tiny run that trained to its end; to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = tiny_config(("darcy",), **{"training.ema_decay": 0.9})
+    runfolder.create(config, folder)
+    events = runfolder.EventWriter(folder)
+    loop.train(config, folder, Ranks(), events, runfolder.Heartbeat(folder, 0))
+    events.close()
+    return folder
 
 
 @pytest.fixture
@@ -581,7 +595,12 @@ def of_length(length):
     return change
 
 
-@pytest.mark.parametrize("change", (as_bytes_entry, with_code, elsewhere))
+def of_size(metadata):
+    for entry in metadata.state_dict_metadata.values():
+        entry.size = torch.Size([10**12])
+
+
+@pytest.mark.parametrize("change", (as_bytes_entry, with_code, elsewhere, of_size))
 def test_malicious_contents_are_refused_by_name_and_run_no_code(folder, monkeypatch, change):
     monkeypatch.chdir(folder)
     (folder / "secret").write_bytes(torch_bytes(torch.zeros(64)))
@@ -601,7 +620,9 @@ def test_what_is_no_table_of_contents_is_refused_by_name(folder, monkeypatch, da
     assert not (folder / "executed").exists()
 
 
-@pytest.mark.parametrize("data", (torch_bytes(Code()), torch_bytes({"weights": Code()}), pickle.dumps(Code())))
+@pytest.mark.parametrize(
+    "data", (torch_bytes(Code()), torch_bytes({"weights": Code()}), pickle.dumps(Code()) + bytes(999))
+)
 def test_a_malicious_shard_is_refused_by_name_and_runs_no_code(folder, monkeypatch, data):
     monkeypatch.chdir(folder)
     replace(folder, "__0_0.distcp", data)
@@ -609,6 +630,83 @@ def test_a_malicious_shard_is_refused_by_name_and_runs_no_code(folder, monkeypat
     with pytest.raises(RunError, match="step-00000004/__0_0.distcp: not a shard of tensors"):
         checkpoint.load(folder)
     assert not (folder / "executed").exists()
+
+
+def test_contents_that_change_the_classes_they_are_made_of_are_refused(folder):
+    module, name = Metadata.__module__, Metadata.__name__
+    code = (
+        f"c{module}\n{name}\n(N}}X\x05\x00\x00\x00stuckK\x01stb.".encode()
+    )  # setattr(Metadata, "stuck", 1), says pickle's own
+    replace(folder, ".metadata", b"\x80\x02" + code)
+    with pytest.raises(RunError, match="it changes Metadata itself"):
+        checkpoint.load(folder)
+    assert not hasattr(Metadata, "stuck")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 10**5, '{"a": {"$float": "x"}}', "\xff"])
+def test_plain_data_that_are_none_are_refused_in_one_sentence(folder, text):
+    replace(folder, "state.json", text.encode("latin-1"))
+    with pytest.raises(RunError, match=r"step-00000004.* -> do not trust this checkpoint"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.pop("checkpoints"),
+        lambda index: index.update(latest="step-00000009"),
+        lambda index: index.update(latest=["step-00000004"]),
+        lambda index: index["checkpoints"].update({"../../x": index["checkpoints"]["step-00000004"]}),
+        lambda index: index["checkpoints"]["step-00000004"].pop("step"),
+        lambda index: index["checkpoints"]["step-00000004"]["files"].update({"../../secret": {"bytes": 1}}),
+        lambda index: index["checkpoints"]["step-00000004"]["files"].update({"state.json": 3}),
+    ],
+)
+def test_an_index_that_names_what_no_checkpoint_is_is_refused(folder, change):
+    index = index_of(folder)
+    change(index)
+    (folder / "checkpoints" / checkpoint_index.INDEX).write_text(json.dumps(index))
+    with pytest.raises(RunError, match="-> start in a new folder"):
+        checkpoint.load(folder)
+    assert not checkpoint_index.is_there(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("setup"),
+        lambda state: state.pop("config"),
+        lambda state: state.update(config="[1"),
+        lambda state: state["specs"]["darcy"].pop("tokens"),
+        lambda state: state["specs"]["darcy"].update(grid_shape=[32, 32]),
+        lambda state: state["specs"]["darcy"].update(input_mean="x"),
+        lambda state: state.update(position=3),
+        lambda state: state["position"].update(step="x"),
+        lambda state: state["position"].update(unknown=1),
+        lambda state: state["setup"].update(plateau={}),
+        lambda state: state["setup"].update(ema=3),
+    ],
+)
+def test_a_state_that_was_changed_is_refused_in_one_sentence(tiny_config, train_here, trained, tmp_path, change):
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (path,) = (folder / "checkpoints").glob("step-*/state.json")
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    index = index_of(folder)
+    index["checkpoints"][path.parent.name]["files"]["state.json"] = checkpoint_index.digest(path)
+    (folder / "checkpoints" / checkpoint_index.INDEX).write_text(json.dumps(index))
+    refused = 0
+    for use in (
+        lambda: handle.Run(folder).load_model(),
+        lambda: train_here(tiny_config(("darcy",), **{"training.ema_decay": 0.9, "checkpoint.resume": True}), folder),
+    ):
+        try:
+            use()
+        except (RunError, ConfigError) as error:
+            refused += 1
+            assert "->" in str(error) or isinstance(error, ConfigError)
+    assert refused
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
     for pattern in config.files:
         try:
             matches = sorted(root.glob(pattern)) if not Path(pattern).is_absolute() else [Path(pattern)]
-        except (ValueError, OSError):  # no pattern
+        except (ValueError, IndexError, OSError):  # no pattern
             matches = []
         (found.extend(matches) if matches and matches[0].is_file() else missing.append(pattern))
     if missing:

@@ -21,7 +21,6 @@ from upsnb import hardware, overlays, spans
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, residency
 from upsnb.data.datasets import outlines
-from upsnb.errors import ConfigError
 from upsnb.memory.ledger import BACKWARD, OPTIMIZER, Account, Ledger
 from upsnb.runs import runfolder
 from upsnb.training import optimizers, stages
@@ -176,8 +175,6 @@ class Predictor:
         Raises:
             ConfigError: the model is larger than any machine, or has more blocks than this one can name.
         """
-        if found := hardware.unbuildable(config):
-            raise ConfigError(found, "the prediction")
         self.config, self.root = config, root or runfolder.project_root()
         cuda = hardware.detect().device == "cuda" and config.training.device != "cpu"
         self.device = torch.device("cuda" if cuda else "cpu")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from upsnb import hardware
 from upsnb.config import PdetConfig, RunConfig
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError
@@ -234,8 +235,10 @@ def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> Surrogate:
     """The untrained model of a config; the same weights on every rank and in every process, by training.seed.
 
     Raises:
-        ConfigError: `model.build` names nothing.
+        ConfigError: `model.build` names nothing, or the model is larger than any machine.
     """
+    if found := hardware.unbuildable(config):
+        raise ConfigError(found, "the model")
     made = builder(config)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.training.seed)  # torch.manual_seed would reseed CUDA's as well

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from upsnb.errors import RunError
+from upsnb.errors import RunError, shown
 
 RESERVE = ".reserve"  # given up when the disk is full, so that the end can still be written down
 RESERVE_BYTES = 1 << 20
@@ -76,7 +76,7 @@ def read_json(path: Path, version: int | None, shape: type[Shape] = Shape, most_
     if not isinstance(values, dict):
         raise RunError(f"{path}: holds a {type(values).__name__} instead of a mapping")
     if version is not None and values.get("format") != version:
-        raise RunError(f"{path}: format {values.get('format')!r}, this version reads {version}")
+        raise RunError(f"{path}: format {shown(values.get('format'))}, this version reads {version}")
     try:
         shape.model_validate(values)
     except ValidationError as error:

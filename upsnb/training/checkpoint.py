@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from upsnb.errors import RunError
+from upsnb.errors import RunError, UpsError
 from upsnb.runs import checkpoint_index
 from upsnb.runs.events import EventWriter
 from upsnb.runs.files import Shape, read_json
@@ -301,13 +301,26 @@ def load(
         return torch.empty(shape, dtype=dtype, device=device)
 
     group = ranks.control_group if together else None
-    try:
-        plain = read_json(chosen.path / STATE, None, _State)
-    except FileNotFoundError:
-        raise RunError(f"{chosen.path / STATE}: is missing -> start the run anew") from None
-    tensors = checkpoint_shards.read(chosen.path, chosen.files, room, group, alone=not together)
-    state = checkpoint_shards.merge(tensors, plain)
+    with as_saved(chosen.path):
+        try:
+            plain = read_json(chosen.path / STATE, None, _State)
+        except (FileNotFoundError, RunError) as error:
+            raise RunError(f"{error} -> do not trust this checkpoint") from None
+        tensors = checkpoint_shards.read(chosen.path, chosen.files, room, group, alone=not together)
+        state = checkpoint_shards.merge(tensors, plain)
     return {**state, "name": chosen.path.name, "passed_over": list(chosen.passed_over)}
+
+
+@contextlib.contextmanager
+def as_saved(what: Path | str) -> Iterator[None]:
+    """One sentence for whatever a state runs into that is not as it was saved, though its checksums fit."""
+    try:
+        yield
+    except UpsError:
+        raise
+    except Exception as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise RunError(f"{what}: not what this version saves ({found}) -> do not trust this checkpoint") from error
 
 
 def room_for(model: nn.Module) -> Allocate:

@@ -188,8 +188,20 @@ def _hush() -> None:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds a table of contents and refuses everything else."""
+class _Unpickler(pickle._Unpickler):
+    """Builds a table of contents and refuses everything else.
+
+    In Python, because pickle's own sets attributes of the classes themselves where a file asks for it.
+    """
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self):
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__} itself")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str):
         if (module, name) in _ALLOWED:
@@ -212,14 +224,22 @@ def read_metadata(folder: Path, files: tuple[str, ...]) -> Metadata:
         with open(path, "rb") as file:
             metadata = _Unpickler(file).load()
         assert type(metadata) is Metadata, f"it is a {type(metadata).__name__}"
-        for key, entry in metadata.state_dict_metadata.items():
-            # Anything else would be unpickled by DCP without a restriction.
-            assert type(entry) is TensorStorageMetadata, f"{key} is no tensor"
+        stored = 0
         for info in metadata.storage_data.values():
             assert info.relative_path in files, f"it names the file {info.relative_path!r}"
             assert not info.transform_descriptors, "it asks for transformations"
+            stored += info.length
+        needed = 0
+        for key, entry in metadata.state_dict_metadata.items():
+            # Anything else would be unpickled by DCP without a restriction.
+            assert type(key) is str and type(entry) is TensorStorageMetadata, f"{key} is no tensor"
+            assert type(entry.size) is torch.Size and type(entry.properties.dtype) is torch.dtype, f"{key} has no size"
+            needed += math.prod(entry.size) * entry.properties.dtype.itemsize
+        there = sum((folder / name).stat().st_size for name in files)
+        assert needed <= stored <= there, f"tensors of {needed} bytes in {stored} of {there}"
     except Exception as error:  # whatever a damaged or malicious pickle runs into
-        raise RunError(f"{path}: not a table of contents ({error}) -> do not trust this checkpoint") from error
+        found = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RunError(f"{path}: not a table of contents ({found}) -> do not trust this checkpoint") from error
     return metadata
 
 
@@ -244,7 +264,8 @@ class _Reader(FileSystemReader):
                 super().read_data(dataclasses.replace(plan, items=items), planner)
             except Exception as error:
                 text = str(error).strip().splitlines()[:1]
-                raise RunError(f"{self.path / name}: not a shard of tensors ({''.join(text)})") from error
+                found = f"not a shard of tensors ({''.join(text)[:200]})"
+                raise RunError(f"{self.path / name}: {found} -> do not trust this checkpoint") from error
         return done
 
 

@@ -345,7 +345,14 @@ class Setup:
         """Continue from `state_dict`, under this config's settings even where they differ from the saved ones.
 
         Random state is taken up where the number of ranks and their kind of device are the same.
+
+        Raises:
+            RunError: it is another model's state, or none.
         """
+        with checkpoint.as_saved("the checkpoint"):
+            self._load_state_dict(state)
+
+    def _load_state_dict(self, state: dict) -> None:
         self._take(state["model"], state["moments"], state["ema"])
         if state["scaler"]:  # empty where the saved run needed none
             self.scaler.load_state_dict(state["scaler"])
@@ -435,12 +442,13 @@ def load_model(folder: Path | str, which: str = "latest", device: torch.device |
     state = checkpoint.load(folder, which, allocate=weights_only)
     if state is None:
         raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
-    config = configs.parse(state["config"], f"the checkpoint in {folder}")
-    datasets = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in state["specs"].items()}
-    model = stages.build(config, datasets, state["position"].get("stage", stages.OPERATOR)).model.to(device)
-    model.load_state_dict(state["setup"]["model"])
-    if state["setup"]["ema"] is not None:
-        ema = optimizers.Ema(model, decay=0.0)
-        ema.load_state_dict(state["setup"]["ema"])
-        ema.swap()
+    with checkpoint.as_saved(f"{folder}/{state['name']}"):
+        config = configs.parse(state["config"], f"the checkpoint in {folder}")
+        datasets = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in state["specs"].items()}
+        model = stages.build(config, datasets, state["position"].get("stage", stages.OPERATOR)).model.to(device)
+        model.load_state_dict(state["setup"]["model"])
+        if state["setup"]["ema"] is not None:
+            ema = optimizers.Ema(model, decay=0.0)
+            ema.load_state_dict(state["setup"]["ema"])
+            ema.swap()
     return model.eval()

@@ -141,10 +141,11 @@ class Loop:
         state = checkpoint.load(self.folder, ranks=self.ranks, allocate=room) if self.config.checkpoint.resume else None
         if state is None:
             return
-        self.setup.load_state_dict(state["setup"])
-        self.position = Position(**state["position"])
-        saved = configs.parse(state["config"], "the checkpoint's config").training
-        self._find_place(saved.batch_size * saved.num_gpus)
+        with checkpoint.as_saved(f"{self.folder}/{state['name']}"):
+            self.setup.load_state_dict(state["setup"])
+            self.position = Position.of(state["position"])
+            saved = configs.parse(state["config"], "the checkpoint's config").training
+            self._find_place(saved.batch_size * saved.num_gpus)
         self.saver.last = state["name"]
         for damage in state["passed_over"] if self.ranks.rank == 0 else ():
             self._warn(f"checkpoint {damage} -> resuming from {state['name']}")

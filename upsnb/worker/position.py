@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from upsnb.errors import shown
 from upsnb.training import stages
 
 
@@ -26,6 +27,16 @@ class Position:
     best_step: int = -1
     waited: int = 0  # validations since then
     validated_fraction: float = 1.0  # share of the validation split that these were measured on
+
+    @classmethod
+    def of(cls, values: dict) -> Position:
+        """As a checkpoint holds it; every number a number."""
+        position = cls(**values)
+        for name, default in vars(cls()).items():
+            found = getattr(position, name)
+            if isinstance(default, str) != isinstance(found, str) or not isinstance(found, (str, int, float)):
+                raise TypeError(f"{name} is {shown(found)}")
+        return position
 
 
 @dataclass(frozen=True)
