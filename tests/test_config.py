@@ -181,7 +181,7 @@ def test_contradictions_name_the_setting(values, said):
         {"data": {"datasets": {"a": {"family": "darcy2d", "files": ["x" * 300]}}}},
         {"data": {"split": {"validation_fraction": 0.5, "test_fraction": 0.5}}},
         *({"data": {"datasets": {name: {"family": "darcy2d"}}}} for name in ("a.b", "a/b", "a\nb", "", "train", "ä")),
-        *({"logging": {"name": name}} for name in ("../out", "a/b", "a\nb", "", "..", "x" * 200)),
+        *({"logging": {"name": name}} for name in ("../out", "a/../../b", "/a", "a//b", "a\nb", "", "..", "x" * 200)),
         *({section: {"root": root}} for section in ("data", "logging") for root in ("a\nb", "a\0", "x" * 300)),
         {"guards": {"validation_reference": "a\0"}},
         {"operator": {"pdet": {"mlp_ratio": 1e-9}}},
@@ -196,6 +196,11 @@ def test_what_would_break_a_run_later_is_refused_by_name(values):
         validate(values)
     (problem,) = str(caught.value).split("\n  ")[1:]
     assert " -> " in problem and len(problem) < 400
+
+
+@pytest.mark.parametrize("name", ["2gpu", "study/first", "lr=1e-3, seed (2)", "größer", "a..b"])
+def test_a_run_may_be_called_what_stays_below_its_root(name):
+    assert validate({"logging": {"name": name}}).logging.name == name
 
 
 def test_no_dataset_can_have_a_name_that_torch_takes():

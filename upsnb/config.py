@@ -37,8 +37,8 @@ PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 def _name_of_folder(text: str) -> str:
-    if not re.fullmatch(r"[\w+=-][\w .+=-]{0,99}", text):
-        raise PydanticCustomError("name", "Write up to 100 letters, digits and _.+=- (logging.root is the folder)")
+    if len(text) > 100 or not text.isprintable() or any(part[:1] in ("", ".") for part in text.split("/")):
+        raise PydanticCustomError("name", "Write up to 100 characters on one line, below logging.root and not hidden")
     return text
 
 

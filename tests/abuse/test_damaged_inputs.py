@@ -20,6 +20,8 @@ from upsnb.runs import runfolder
 from upsnb.training.parallel import Ranks
 from upsnb.worker import loop
 
+pytestmark = pytest.mark.slow  # processes of their own
+
 READ = Path(__file__).with_name("read_damaged.py")
 MOST_USED_S = 5.0  # of a processor, however many others wait for it
 LONGEST_MESSAGE = 10_000  # characters
