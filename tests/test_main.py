@@ -122,6 +122,26 @@ def test_folder_with_a_run_is_not_overwritten(refused, tmp_path):
     assert "run" in said and not (tmp_path / "run" / "notebook.ipynb").exists()
 
 
+@pytest.mark.parametrize("name", ["../x", "/x", "", "a\\nb", "x" * 300, "."])
+def test_a_name_that_leaves_its_folder_is_refused(refused, tmp_path, name):
+    assert f'logging.name="{name[:10]}' in refused(notebook(tmp_path / "n.ipynb"), "-p", f'logging.name="{name}"')
+
+
+@pytest.mark.parametrize("folder", ["taken", "taken/inside", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_refused(refused, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    said = refused(notebook(tmp_path / "n.ipynb"), "-o", folder)
+    assert said.startswith(f"{folder}: no folder can be made there (") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", ["", "  ", "two\nlines", "a\x1b[31mb"])
+def test_a_folder_without_a_proper_name_is_refused(tmp_path, capsys, folder):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["run", str(notebook(tmp_path / "n.ipynb")), "-o", folder])
+    assert exit_.value.code == command.REFUSED and "is no name of a folder" in capsys.readouterr().err
+
+
 # -- what a notebook is passed -------------------------------------------------------------------------------------
 
 
@@ -190,7 +210,7 @@ def test_what_a_file_is_put_on_top_of_is_said_first(with_preset, tmp_path, monke
     ("seed: 1", "num_heads=7", "-p num_heads=7: operator.pdet.num_heads: 64 over 7 heads"),
     ("num_heads: 7", "hidden_dim=32", "-p hidden_dim=32: operator.pdet.num_heads: 32 over 7 heads"),
     ("num_heads: 7", "seed=1", "mine.yaml:1: operator.pdet.num_heads: 64 over 7 heads"),
-    ("seed: 1", "seed=\n- 1", "-p seed= - 1: training.seed: got [1]"),
+    ("seed: 1", "seed=\n- 1", "-p 'seed=\\n- 1': training.seed: got [1]"),
     ("preset: quick", "seed=1", "mine.yaml: preset: a file cannot name another one"),
 ])  # fmt: skip
 def test_a_problem_names_what_brought_it(refused, with_preset, tmp_path, text, param, expected):

@@ -15,7 +15,7 @@ from pathlib import Path
 from upsnb import commands, overlays, plain_yaml
 from upsnb.commands import summary
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout, UpsError
+from upsnb.errors import MOST_SHOWN, ConfigError, RunError, RunFailed, RunTimeout, UpsError, shown
 from upsnb.overlays import as_typed
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import REPORT
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     ran.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb")
     ran.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
     ran.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
-    ran.add_argument("-o", dest="output", type=Path, metavar="FOLDER", help="run folder (a new one under outputs/)")
+    ran.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="run folder (a new one under outputs/)")
     listed = command("list", "print all runs, newest first", lambda args: commands.list_runs(args.root))
     listed.add_argument("root", type=Path, nargs="?", metavar="FOLDER", help="folder of run folders (outputs/)")
     command("show", "print what a run does or reached, or why it failed", lambda args: commands.show(args.run), "RUN")
@@ -96,8 +96,15 @@ def _parser() -> argparse.ArgumentParser:
         "RUN",
         "OTHER",
     )
-    compared.add_argument("-o", dest="output", type=Path, metavar="FOLDER", help="write report and figures there, too")
+    compared.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="keep report and figures there")
     return parser
+
+
+def _folder(text: str) -> Path:
+    """A folder to write into; one without a name would be the one that the user stands in."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a folder -> write one on one line")
+    return Path(text)
 
 
 class _Version(argparse.Action):
@@ -126,12 +133,16 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     skips = config.training.on_missing == "skip"
     if not _plans_only(notebook):
         hardware.check_runnable(phases.skip_missing(config, machine)[0] if skips else config, machine)
-    if folder is None:
-        folder = runfolder.new_folder(config.logging.name, config.logging.root)
-    else:
-        runfolder.check_free(folder, config)
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder is None:
+            folder = runfolder.new_folder(config.logging.name, config.logging.root)
+        else:
+            runfolder.check_free(folder, config)
+        folder = folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file in its place, no permission, a name too long
+        where = as_typed(folder or config.logging.root)
+        raise RunError(f"{where}: no folder can be made there ({error.strerror}) -> choose another with -o") from None
     (folder / REPORT).unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
     executed = folder / "notebook.ipynb"
     print(f"{as_typed(notebook)} -> {as_typed(executed)}", flush=True)
@@ -207,13 +218,14 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
             passed["preset"] = ""
     for param in params:
         key, separator, text = param.partition("=")
+        source = f"-p {param if param.isprintable() and len(param) <= MOST_SHOWN else shown(param)}"
         if not separator:
-            given.problems.append(f"-p {param}: has no value -> write -p key=value")
+            given.problems.append(f"{source}: has no value -> write -p key=value")
             continue
         try:
-            sources.append((f"-p {' '.join(param.split())}", {key.strip(): _numbers(plain_yaml.parse(text, "-p"))}))
+            sources.append((source, {key.strip(): _numbers(plain_yaml.parse(text, "-p"))}))
         except ConfigError as error:
-            given.problems += [f"-p {key}: {problem}, or quote it" for problem in error.problems]
+            given.problems += [f"{source}: {problem}, or quote it" for problem in error.problems]
     for source, values in sources:
         if "run_folder" in values:
             given.problems.append(f"{source}: run_folder: is chosen with -o")
