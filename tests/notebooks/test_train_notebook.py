@@ -57,7 +57,7 @@ def test_run_command_leaves_report_figures_and_notebook(tmp_path):
     assert len(list((tmp_path / "run" / "figures").glob("*.png"))) == 6
     cells = nbformat.read(tmp_path / "run" / "notebook.ipynb", as_version=4).cells
     pictures = [output for cell in cells for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
-    assert len(pictures) == 8  # data, panel, prediction, rollout, spectrum, distribution, losses, throughput
+    assert len(pictures) == 9  # data, panel, prediction, rollout, spectrum, distribution, losses, throughput, answers
 
 
 @pytest.mark.parametrize("through", ["papermill", "upsnb run"])

@@ -9,9 +9,12 @@ import pytest
 from figure_checks import check
 from made_runs import finished, step, write_run
 
+from upsnb.data import datasets
+from upsnb.models.geometry import resample
 from upsnb.report import figures, file, results
 from upsnb.runs import runfolder
 from upsnb.runs.processes import process_identity
+from upsnb.training.evaluation import read_samples
 
 KEYS = {
     *("format", "kind", "status", "device", "num_ranks", "parameters", "samples_per_s", "time_to_first_step_s"),
@@ -156,6 +159,19 @@ def test_a_figure_that_was_shown_is_not_drawn_again_to_be_saved(tmp_path, monkey
     shown = drawn.prediction("darcy")
     monkeypatch.setattr(figures.plots, "prediction_truth_error_2d", None)
     assert drawn.prediction("darcy") is shown and results.write_figures(drawn)["prediction_darcy"].is_file()
+
+
+@pytest.mark.parametrize("name", ["advection", "darcy"])
+def test_answers_on_several_grids_stand_in_one_figure_with_their_errors(tiny_config, data_root, name):
+    dataset = datasets.open_dataset(name, tiny_config((name,)), data_root)
+    fields, truth, _ = read_samples(dataset, dataset.splits["test"][:1], "cpu")
+    half = tuple(size // 2 for size in dataset.spec.grid_shape)
+    coarse = [resample(field, half, dataset.spec.periodic) for field in (fields, truth)]
+    found = {dataset.spec.grid_shape: (fields, truth, 1.1 * truth), half: (*coarse, 1.2 * coarse[1])}
+    drawn = figures.answers(dataset, found)
+    check(drawn)
+    whole, halved = (" x ".join(map(str, grid)) for grid in found)
+    assert f"an nRMSE of 0.1 on {whole} points, 0.2 on {halved} points" in " ".join(drawn.get_suptitle().split())
 
 
 def test_two_dimensional_fields_are_drawn_upright(tmp_path):

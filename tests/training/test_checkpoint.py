@@ -773,3 +773,22 @@ def test_each_role_is_its_own_checkpoint(with_roles):
 def test_a_device_that_is_not_here_is_refused_by_name(with_roles, device):
     with pytest.raises(RunError, match=f"device '{device}' cannot be used here"):
         handle.Run(with_roles).load_model("latest", device)
+
+
+def test_a_run_predicts_with_the_checkpoint_that_is_asked_for(tiny_config, train_here, tmp_path, monkeypatch):
+    config = tiny_config(**{"stages.operator.epochs": 2, "checkpoint.interval": 1})
+    train_here(config, tmp_path)
+    run, loaded = handle.Run(tmp_path), []
+    monkeypatch.setattr(run, "load_model", lambda *which: loaded.append(which) or handle.Run.load_model(run, *which))
+    x = np.random.default_rng(0).normal(size=(3, 2, 1, 32)).astype(np.float32)
+    latest = run.predict(x, "advection")  # beta may be left out: it was trained on one
+    with torch.no_grad():
+        expected = run.load_model()("advection", torch.from_numpy(x), torch.full((3, 1), 0.4), 2.0 / 12)
+    np.testing.assert_allclose(latest, expected.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(run.predict(x[0], "advection", 0.4, num_frames=4)[:2].shape, latest[0].shape)
+    assert loaded[1:] == [()] and loaded[0] == ("latest", "cpu"), "loaded once"
+    assert not np.allclose(run.predict(x, "advection", which="previous"), latest)
+    with pytest.warns(UserWarning, match="beta = 3, and advection was trained on 0.4 -> take the answer for a guess"):
+        run.predict(x, "advection", 3.0)
+    with pytest.raises(RunError, match="did you mean best"):
+        run.predict(x, "advection", which="bset")

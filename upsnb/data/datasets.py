@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -181,6 +181,8 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
     spread = np.where(spread > 0, spread, 1.0)  # one single value: nothing to scale by
     statistics = (inputs, outputs, (tuple(parameters.mean(axis=0).tolist()), tuple(spread.tolist())))
     spec = _spec(name, config, source.grid_shape, source.dt * config.training.time_stride, *statistics)
+    low, high = (tuple(end(parameters, axis=0).tolist()) for end in (np.min, np.max))
+    spec = replace(spec, parameter_low=low, parameter_high=high)
     return Dataset(name, source, splits, frames, spec, chosen.augment)
 
 

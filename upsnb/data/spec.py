@@ -30,6 +30,8 @@ class DatasetSpec:
     output_std: tuple[float, ...]
     parameter_mean: tuple[float, ...]
     parameter_std: tuple[float, ...]
+    parameter_low: tuple[float, ...] = ()  # lowest over the training split; empty in older checkpoints
+    parameter_high: tuple[float, ...] = ()
     zero_walls: bool = False  # outputs are zero in the ghost cells around the grid
 
     @classmethod

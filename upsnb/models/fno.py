@@ -69,6 +69,10 @@ class FNO(Surrogate):
         change = network["project"](z).unflatten(1, (spec.output_frames, spec.output_channels))
         return change + x[:, -1:] if spec.time_dependent else change
 
+    def smallest_grid(self, name: str) -> tuple[int, ...]:
+        *modes, last = self.networks[name]["blocks"][0].modes  # a grid must have the waves that the matrices are for
+        return (*(2 * m for m in modes), max(2 * last - 2, 1))
+
     def blocks(self) -> list[nn.Module]:
         return [block for network in self.networks.values() for block in network["blocks"]]
 

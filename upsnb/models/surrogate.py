@@ -72,6 +72,10 @@ class Surrogate(nn.Module, ABC):
         """One call of a rollout, and what it hands on to the next; `state` is None in the first. May be written."""
         return self.predict(name, x, parameters, relative_dt), None
 
+    def smallest_grid(self, name: str) -> tuple[int, ...]:
+        """Fewest points of each axis of a grid that `predict` takes. May be written; by default any."""
+        return (1,) * self.specs[name].num_dims
+
     def blocks(self) -> list[nn.Module]:
         """Repeated modules, each called as a whole: compiled, recomputed, sharded one by one, matrices given to Muon.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -229,6 +229,31 @@ def data_samples(dataset: Dataset) -> Figure:
     rows[quantity] = [_upright(x[-1, 0]) for x in targets]
     extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.coordinates[1])
     return plots.dataset_samples(rows, extent=extent, x_label=label("x"), y_label=label("y"), square=True, title=title)
+
+
+def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:
+    """One sample on several grids: what was given, the truth and the prediction; in 1-D of the last grid.
+
+    Args:
+        found: by grid shape, each a tensor (1, T, C, *grid) in physical units.
+    """
+    from upsnb.training import metrics  # loads torch, as nothing else about a report needs it
+
+    family, rows, errors = dataset.family, [], []
+    for grid, (given, truth, forecast) in found.items():
+        nrmse = float(metrics.nrmse_per_sample(metrics.sample_statistics(forecast, truth))[0])
+        size, last = " x ".join(map(str, grid)), (_upright(field[0, -1, 0]) for field in (given, truth, forecast))
+        rows.append(plots.FieldSample(size, *last, nrmse) if len(grid) == 2 else (truth[0, :, 0], forecast[0, :, 0]))
+        errors.append(f"{nrmse:.2g} on {size} points")
+    title, quantity = f"{dataset.name}, a test sample: an nRMSE of {', '.join(errors)}", family.output_channels[0]
+    if dataset.spec.num_dims == 2:
+        return plots.prediction_truth_error_2d(
+            rows, quantity=quantity, input_quantity=family.input_channels[0], title=title
+        )
+    (length,), (low, high) = grid, family.domain[0]
+    x = low + (high - low) * (np.arange(length) + 0.5) / length
+    times = dataset.source.times[dataset.frames][-truth.shape[1] :]
+    return plots.prediction_truth_error_1d(x, *rows[-1], times, quantity=quantity, title=title)
 
 
 def _upright(field: np.ndarray) -> np.ndarray:

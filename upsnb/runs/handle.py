@@ -16,7 +16,7 @@ from upsnb import overlays
 from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout
 from upsnb.rules import did_you_mean
-from upsnb.runs import runfolder
+from upsnb.runs import checkpoint_index, runfolder
 
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
 POLL_S = 0.1
@@ -53,6 +53,7 @@ class Run:
 
     def __init__(self, folder: Path | str, process: subprocess.Popen | None = None):
         self.folder = Path(folder).absolute()
+        self._loaded: tuple | None = None  # which checkpoint, and its model
         self._process = process  # the supervisor, if this process started it; holds an attached run's pipe
 
     @classmethod
@@ -241,6 +242,21 @@ class Run:
         from upsnb.training import setup  # loads torch, which readers of a run do not need
 
         return setup.load_model(self.folder, which, device)
+
+    def predict(self, fields, dataset=None, parameters=None, num_frames=None, which="latest", device="cpu"):
+        """What the trained model says of fields in physical units; `models.inference.predict` describes everything.
+
+        The model is loaded at the first call, and again when another checkpoint has come to be the one asked for.
+
+        Args:
+            which, device: as of `load_model`.
+        """
+        from upsnb.models import inference  # loads torch, which readers of a run do not need
+
+        now = which, checkpoint_index.read_index(self.folder).get(which), str(device)
+        if self._loaded is None or self._loaded[0] != now:
+            self._loaded = now, self.load_model(which, device)
+        return inference.predict(self._loaded[1], fields, dataset, parameters, num_frames)
 
     def log_tail(self, num_lines: int = 30) -> str:
         """Last lines of the workers' output."""

@@ -1,0 +1,145 @@
+"""A trained model asked from outside: what it is given is checked, and both sides speak physical units."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upsnb.data.families import FAMILIES
+from upsnb.data.spec import DatasetSpec
+from upsnb.errors import DataError
+from upsnb.models.surrogate import Surrogate
+from upsnb.rules import did_you_mean
+
+AT_ONCE = 32  # samples in one call of the model
+FAR = 10.0  # standard deviations from the training mean that no field of the same units reaches
+
+
+def predict(
+    model: Surrogate, fields, dataset: str | None = None, parameters=None, num_frames: int | None = None
+) -> np.ndarray | Tensor:
+    """What follows the given frames, or belongs to the given field, in physical units.
+
+    Args:
+        fields: (B, T, C, *grid), or (T, C, *grid) for one sample; real numbers of any type, a NumPy array, a tensor or
+            lists. T is at least input_frames, of which the last ones count, with the training data's time between them;
+            1 where nothing changes in time. The grid holds cell centres of the whole domain, at any resolution.
+        dataset: whose equation it is, one of `model.specs`; may be left out where there is only one.
+        parameters: of the equation: one number, (P,) for all samples or (B, P); may be left out where there was only
+            one value to train on.
+        num_frames: to predict, each call fed with the forecast before it; None: as many as one call gives.
+    Returns:
+        (B, num_frames, C_out, *grid) float32, without B for one sample; a tensor, on its device, if one was given.
+    Raises:
+        DataError: what cannot be predicted from, with what was found and what to do.
+    Warns:
+        UserWarning: fields or parameters are far from what was trained on, so the answer is a guess.
+    """
+    name = _name(model, dataset)
+    spec, given = model.specs[name], _numbers("fields", fields)
+    single = given.dim() == spec.num_dims + 2
+    x = given[None] if single else given
+    _check_shape(spec, tuple(given.shape), x, model.smallest_grid(name))
+    if not x.isfinite().all():
+        sample, frame = (~x.isfinite()).nonzero()[0, :2].tolist()
+        raise DataError(f"fields: NaN, infinite or beyond float32 in sample {sample}, frame {frame} -> leave it out")
+    values = _parameters(spec, parameters, len(x))
+    if num_frames is None:
+        num_frames = spec.output_frames
+    elif not isinstance(num_frames, int | np.integer) or num_frames < 1 or (num_frames > 1 and not spec.time_dependent):
+        most = "" if spec.time_dependent else f", {name} does not change in time"
+        raise DataError(f"num_frames: got {num_frames!r}{most} -> give {'1 or more' if spec.time_dependent else '1'}")
+    for said in (*_far_fields(spec, x), *_far_parameters(spec, values)):
+        warnings.warn(f"{said} -> take the answer for a guess", stacklevel=3)  # where Run.predict was called
+    device, parts = next(model.parameters()).device, []
+    with torch.no_grad():
+        for part, of_part in zip(x.split(AT_ONCE), values.split(AT_ONCE), strict=True):
+            forecast = model.rollout(name, part.to(device), of_part.to(device), spec.dt, int(num_frames))
+            parts.append(forecast.to(given.device))
+    answer = torch.cat(parts)[0] if single else torch.cat(parts)
+    return answer if isinstance(fields, Tensor) else answer.numpy()
+
+
+def _name(model: Surrogate, dataset: str | None) -> str:
+    known = ", ".join(model.specs)
+    if dataset is None and len(model.specs) == 1:
+        return next(iter(model.specs))
+    if dataset is None:
+        raise DataError(f"dataset: the model was trained on {known} -> name one of them")
+    if dataset not in model.specs:
+        raise DataError(f"dataset: {dataset!r} is not what the model was trained on -> "
+                        f"{did_you_mean(str(dataset), model.specs)}")  # fmt: skip
+    return dataset
+
+
+def _numbers(what: str, given) -> Tensor:
+    """As float32, without a gradient, where they are."""
+    if isinstance(given, Tensor):
+        if given.is_complex() or given.dtype == torch.bool:
+            raise DataError(f"{what}: got {str(given.dtype).removeprefix('torch.')} -> give real numbers")
+        return given.detach().float()
+    try:
+        array = np.asarray(given)
+    except ValueError as error:  # lists of different lengths
+        raise DataError(f"{what}: cannot be made an array ({error}) -> give rows of one length") from None
+    if array.dtype.kind not in "fiu":
+        raise DataError(f"{what}: got {array.dtype} -> give real numbers")
+    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, and is refused
+        return torch.from_numpy(np.array(array, dtype=np.float32))  # a copy: theirs may be read-only or reversed
+
+
+def _check_shape(spec: DatasetSpec, found: tuple[int, ...], x: Tensor, smallest: tuple[int, ...]) -> None:
+    least, axes = spec.input_frames, ", ".join("xyz"[: spec.num_dims])
+    frames = f"{least}{' or more' * spec.time_dependent} frame{'s' * (least > 1)}"
+    shape = f"(samples, {frames}, {spec.input_channels} channel{'s' * (spec.input_channels > 1)}, {axes})"
+    if x.dim() == spec.num_dims + 3 and 0 not in x.shape:
+        right = x.shape[1] >= least if spec.time_dependent else x.shape[1] == least
+        if right and x.shape[2] == spec.input_channels:
+            if all(size >= least for size, least in zip(x.shape[3:], smallest, strict=True)):
+                return
+            raise DataError(f"fields: got a grid of {' x '.join(map(str, x.shape[3:]))} -> this model needs at least "
+                            f"{' x '.join(map(str, smallest))} points")  # fmt: skip
+    raise DataError(f"fields: got shape {found} -> {spec.name} needs {shape}; one sample may leave out the first")
+
+
+def _parameters(spec: DatasetSpec, given, count: int) -> Tensor:
+    """(B, P) float32, one row a sample."""
+    names = ", ".join(FAMILIES[spec.family].parameter_names)
+    if given is None:
+        if spec.num_parameters and (not spec.parameter_low or spec.parameter_low != spec.parameter_high):
+            raise DataError(f"parameters: none was given, and training saw more than one value -> give {names}")
+        return torch.tensor([spec.parameter_low], dtype=torch.float32).expand(count, spec.num_parameters)
+    values = torch.atleast_1d(_numbers("parameters", given))
+    if spec.num_parameters == 1 and values.shape == (count,):
+        values = values[:, None]
+    if values.shape not in ((spec.num_parameters,), (count, spec.num_parameters)):
+        found = f"got shape {tuple(values.shape)} for {count} sample{'s' * (count > 1)}"
+        raise DataError(f"parameters: {found} -> give {names or 'none'}, once for all samples or once for each")
+    if not values.isfinite().all():
+        raise DataError(f"parameters: got {values.flatten().tolist()[:8]} -> give finite values of {names}")
+    return values.expand(count, spec.num_parameters)
+
+
+def _far_fields(spec: DatasetSpec, x: Tensor) -> list[str]:
+    mean, std = (torch.tensor(values, device=x.device) for values in (spec.input_mean, spec.input_std))
+    far = (x.transpose(1, 2).flatten(2) - mean[:, None]).abs().amax(dim=(0, 2)) / std
+    return [
+        f"fields: channel {channel} is up to {distance:.3g} standard deviations from the mean of the training data, "
+        f"{mean[channel]:.3g} (are these its physical units?)"
+        for channel, distance in enumerate(far.tolist())
+        if distance > FAR
+    ]
+
+
+def _far_parameters(spec: DatasetSpec, values: Tensor) -> list[str]:
+    names, said = FAMILIES[spec.family].parameter_names, []
+    for name, column, low, high in zip(names, values.T, spec.parameter_low, spec.parameter_high):
+        rounding = 1e-5 * max(abs(low), abs(high))
+        outside = column[(column < low - rounding) | (column > high + rounding)]
+        if len(outside):
+            trained = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+            said.append(f"parameters: {name} = {float(outside[0]):.4g}, and {spec.name} was trained on {trained}")
+    return said
