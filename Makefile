@@ -42,7 +42,7 @@ test: check compiler $(HOSTED)
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
 
 abuse: $(STAMP)
-	ABUSE=1 $(BIN)/python -m pytest -q tests/abuse -rP
+	ABUSE=1 $(BIN)/python -m pytest -q -s tests/abuse
 
 clean:
 	rm -rf $(VENV) .colab *.egg-info .pytest_cache .ruff_cache
