@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from upsnb.memory.ledger import BACKWARD, KINDS, Account
+from upsnb.memory.ledger import KINDS, Account
 from upsnb.report.style import (
     BLACK,
     BLUE,
@@ -113,10 +113,10 @@ def through_a_step(account: Account) -> Figure:
     total = levels.sum(axis=1)
     unit, scale = _unit(total.max())
     peak = int(total.argmax())
-    during = next((what for start, what in reversed(marks) if start <= times[peak]), "the step")
+    during = next((what for start, what in reversed(marks) if start <= times[peak]), "step")
     most = int(levels[peak].argmax())
     share = levels[peak, most] / total[peak]
-    title = f"Fullest with {total[peak] / scale:.3g} {unit}, in the {_part(during)}: {share:.0%} {KINDS[most]}"
+    title = f"Fullest with {total[peak] / scale:.3g} {unit}, in the {during}: {share:.0%} {KINDS[most]}"
     figure = empty_figure(7.2, 3.2, title)
     ax = figure.subplots()
     seen = [i for i in range(len(KINDS)) if levels[:, i].max() > VISIBLE * total.max()]
@@ -148,7 +148,7 @@ def through_a_step(account: Account) -> Figure:
             ax.text(
                 (start + stop) / 2,
                 1.19 * total.max() / scale,
-                _part(what),
+                what.partition(" ")[0],
                 ha="center",
                 va="top",
                 fontsize=7.5,
@@ -251,11 +251,6 @@ def cuda_history(history: Mapping, *, title: str = "") -> Figure:
 
 def _spoken(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _part(what: str) -> str:
-    """What a mark of an account is called here."""
-    return {"forward pass": "forward", BACKWARD: "backward"}.get(what, "optimizer")
 
 
 def _unit(nbytes: float) -> tuple[str, int]:

@@ -82,10 +82,10 @@ class RunFigures:
         if truth.ndim == 3:
             i = len(picks) // 2
             times = kept["times"][-truth.shape[1] :]
-            largest = np.max(np.abs(forecast[i] - truth[i])) / np.ptp(truth[i])
+            largest = np.max(np.abs(forecast[i] - truth[i]))
             title = (
                 f"{what}: over {len(times)} frames the {picks[i]} sample (number {kept['samples'][i]}) has an nRMSE of "
-                f"{nrmse[i]:.2g}, its largest error is {largest:.2g} of the truth's range"
+                f"{nrmse[i]:.2g}, its largest error is {largest:.2g}"
             )
             return plots.prediction_truth_error_1d(
                 kept["x"], truth[i], forecast[i], times, quantity=quantity, title=title
@@ -115,7 +115,7 @@ class RunFigures:
         return plots.rollout_error(
             per_time["time"],
             {"model": model, "persistence": persistence},
-            samples={"model": per_time["rollout_nrmse_quartiles"]},  # two rows: their own middle half
+            quartiles={"model": per_time["rollout_nrmse_quartiles"]},
             given_until=float(per_time["given_until"]),
             title=title,
         )

@@ -24,7 +24,6 @@ from upsnb.report.style import (
     label,
     legend,
     looks,
-    middle_half,
     point_size,
     positive,
     running_median,
@@ -113,13 +112,14 @@ def prediction_truth_error_1d(
 
     cuts = axes["cuts"]
     mark = {"marker": "o", "markersize": 3} if len(x) == 1 else {}
-    for i, colour in zip(sorted({0, len(times) // 2, len(times) - 1}), (BLUE, GREEN, VERMILLION), strict=False):
+    frames = sorted({0, len(times) // 2, len(times) - 1})
+    for i, colour in zip(frames, (BLUE, GREEN, VERMILLION)):
         when = f"t = {times[i]:.3g}"
         cuts.plot(x, truth[i], color=colour, linewidth=5, alpha=0.3, **mark, label=f"truth, {when}")
         cuts.plot(x, prediction[i], color=colour, linewidth=1.2, **mark, label=f"prediction, {when}")
     cuts.set(xlabel=label("x"), ylabel=label(quantity), xlim=extent[:2])
     _keep_in_view(cuts, truth)
-    legend(cuts, 3)
+    legend(cuts, len(frames))
     return figure
 
 
@@ -166,7 +166,7 @@ def rollout_error(
     times: ArrayLike,
     curves: Mapping[str, ArrayLike],
     *,
-    samples: Mapping[str, ArrayLike] | None = None,
+    quartiles: Mapping[str, ArrayLike] | None = None,
     given_until: float | None = None,
     title: str = "",
 ) -> Figure:
@@ -175,17 +175,16 @@ def rollout_error(
     Args:
         times: (T,) forecast times.
         curves: name -> (T,) nRMSE.
-        samples: name -> (B, T) nRMSE of each sample; shades the middle half of them behind the curve.
+        quartiles: name -> (2, T) nRMSE between which the middle half of the samples lies; shaded behind the curve.
         given_until: time of the last given frame; everything up to it is marked as input.
     """
     figure = empty_figure(4.8, 3.1, title)
     ax = figure.subplots()
     times = np.asarray(times, dtype=float)
     for name, look in looks(curves).items():
-        spread = (samples or {}).get(name)
-        if spread is not None:
-            low, high = middle_half(spread)
-            text = f"{name}, middle half of samples"
+        if name in (quartiles or {}):
+            low, high = positive(quartiles[name])
+            text = f"{name}, middle half"
             ax.fill_between(times, low, high, color=look["color"], alpha=0.18, linewidth=0, label=text)
         ax.plot(times, positive(curves[name]), **look, marker="o", markersize=point_size(len(times)), label=name)
     if given_until is not None:

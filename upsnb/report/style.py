@@ -240,13 +240,6 @@ def positive(values: ArrayLike) -> np.ndarray:
     return np.where(np.isfinite(values) & (values > 0), values, np.nan)
 
 
-def middle_half(nrmse: ArrayLike) -> np.ndarray:
-    """Quartiles over samples, (2, T); a sample that is not finite counts as the worst, not as absent."""
-    nrmse = np.asarray(nrmse, dtype=float)
-    worst = np.where(np.isfinite(nrmse), nrmse, np.inf)
-    return positive(np.quantile(worst, [0.25, 0.75], axis=0, method="nearest"))
-
-
 def running_median(values: np.ndarray) -> np.ndarray:
     """Median over a centred window of about a twentieth of the curve, shorter at its ends."""
     half = len(values) // 40
