@@ -1,6 +1,8 @@
 """The training notebook headless: what it leaves behind, and how it fails."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,10 @@ import h5py
 import nbformat
 import numpy as np
 import pytest
+from waiting import until
 
 from upsnb.data import generate
+from upsnb.runs import handle
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "01_train.ipynb"
@@ -58,6 +62,38 @@ def test_run_command_leaves_report_figures_and_notebook(tmp_path):
     cells = nbformat.read(tmp_path / "run" / "notebook.ipynb", as_version=4).cells
     pictures = [output for cell in cells for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
     assert len(pictures) == 9  # data, panel, prediction, rollout, spectrum, distribution, losses, throughput, answers
+
+
+@pytest.mark.parametrize("limit_s", [0.001, 1.0])
+def test_a_run_that_was_too_short_is_warned_of_and_drawn(tmp_path, limit_s):
+    made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
+    file, short = parameters(tmp_path, generate=made), f"time_limit_s={limit_s}"
+    done = execute("upsnb", "run", NOTEBOOK, "-f", file, "-p", short, "-o", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "too few to judge it by" in done.stdout
+    assert len(list((tmp_path / "run" / "figures").glob("*.png"))) >= 4
+
+
+@pytest.mark.parametrize("at", ["command", "kernel"])
+def test_ctrl_c_stops_the_run_and_tells_of_it(tmp_path, at):
+    made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
+    call = ["upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=made), "-p", "stages.operator.epochs=100000"]
+    folder = tmp_path / "run"
+    command = subprocess.Popen(
+        [sys.executable, "-m", *map(str, call), "-o", folder], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    run = until(lambda: (folder / "manifest.json").exists() and handle.Run.attach(folder))
+    run.wait_for("step", step=3)
+    kernel = next(
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/status")
+        if f"PPid:\t{command.pid}\n" in path.read_text() and b"ipykernel" in (path.parent / "cmdline").read_bytes()
+    )
+    os.kill(command.pid if at == "command" else kernel, signal.SIGINT)
+    _, said = command.communicate()
+    assert command.returncode == 130 and "stopped by its user" in said, said
+    assert run.wait() == "finished" and run.manifest["end_reason"] == "stopped"
+    assert at == "kernel" or (folder / "report.json").exists() and list((folder / "figures").glob("*.png"))
 
 
 @pytest.mark.parametrize("through", ["papermill", "upsnb run"])

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from figure_checks import check
-from made_runs import finished, step, write_run
+from made_runs import END, START, finished, step, write_run
 
 from upsnb.data import datasets
 from upsnb.models.geometry import resample
@@ -211,3 +211,21 @@ def test_a_report_of_a_run_says_where_the_run_was_and_not_where_it_is_read(tmp_p
     made = file.finish({"kind": "train"}, None, {**there, "host": "not for reports"})
     assert made == {"kind": "train", **{key: there[key] for key in list(there)[:3]}, "date": "1970-01-01"}
     assert not list(tmp_path.iterdir()), "a report without a folder is written nowhere"
+
+
+def test_what_a_run_has_not_shown_is_said_and_a_short_one_is_told_apart(tmp_path):
+    good = results.run_numbers(finished(tmp_path / "good"))
+    assert results.is_short(good) and results.unmet({**good, "samples_per_s": {"num_windows": 3}}) == []
+    start = [{"kind": "segment", "step": 0, "number": 0}, {"kind": "start", "step": 0, **START}]
+    end = {"kind": "end", "step": 0, **END}
+    nothing = results.run_numbers(write_run(tmp_path / "nothing", [*start, end]))
+    assert results.unmet(nothing) == [
+        "the loss did not fall",
+        "it was too short for one steady second, so its speed was not measured",
+    ]
+    worse = {"waves": {"test": {"persistence_nrmse_mean": 0.5, "nrmse_mean": 0.6, "rollout_nrmse_mean": None}}}
+    worse["waves"]["test"]["rollout_persistence_nrmse_mean"] = 0.7
+    assert results.unmet({**good, "datasets": worse, "samples_per_s": {"num_windows": 3}}) == [
+        "waves: a forecast without a model is as good",
+        "waves: a rollout without a model is as good",
+    ]

@@ -17,6 +17,7 @@ from upsnb.runs.handle import Run
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
 FORMAT = 1
+FEWEST_STEPS = 200  # what is `unmet` after fewer means nothing; the first look at params/quick.yaml takes 1,200
 SPLIT_KEYS = {"validation": "val", "test": "test"}
 COLUMNS = (
     *("dataset", "split", "nRMSE", "median", "without a model", "gain"),
@@ -147,6 +148,27 @@ def gains(report: dict) -> dict[str, float]:
         name: _ratio(values.get(_baseline(values)[1]), values.get("nrmse_mean")) for name, _, values in _results(report)
     }
     return {name: float("nan") if ratio is None else ratio for name, ratio in ratios.items()}
+
+
+def unmet(report: dict) -> list[str]:
+    """What a run has not shown that a good one shows, a sentence each."""
+    said = []
+    for name, _, values in _results(report):
+        for key, what in (("", "a forecast"), ("rollout_", "a rollout")):
+            without, own = values.get(f"{key}{_baseline(values)[1]}"), values.get(f"{key}nrmse_mean")
+            if without is not None and not (own is not None and own < without):
+                said.append(f"{name}: {what} without a model is as good")
+    loss = report["loss"]
+    if loss["first"] is None or not loss["last"] < loss["first"]:
+        said.append("the loss did not fall")
+    if not report["samples_per_s"]["num_windows"]:
+        said.append("it was too short for one steady second, so its speed was not measured")
+    return said
+
+
+def is_short(report: dict) -> bool:
+    """Whether a run took too few steps for anything to be expected of it."""
+    return report["steps"] < FEWEST_STEPS
 
 
 def _results(report: dict) -> list[tuple[str, str, dict]]:
