@@ -18,6 +18,7 @@ from upsnb.config import RunConfig
 from upsnb.errors import MOST_SHOWN, ConfigError, RunError, RunFailed, RunTimeout, UpsError, shown
 from upsnb.overlays import as_typed
 from upsnb.runs import runfolder
+from upsnb.runs.handle import INTERRUPTS
 from upsnb.runs.runfolder import REPORT
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
@@ -296,7 +297,7 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
             shutdown_kernel="immediate",  # nothing is left to do in it, and asked politely it takes a second
         )
     except papermill.PapermillExecutionError as error:
-        if error.ename == KeyboardInterrupt.__name__:  # of the kernel
+        if error.ename in INTERRUPTS:  # of the kernel
             raise KeyboardInterrupt from None
         lines = f"{error.ename}: {error.evalue}".splitlines()
         more = ["  ..."] if len(lines) > CAUSE_LINES else []

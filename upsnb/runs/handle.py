@@ -21,6 +21,7 @@ from upsnb.runs import checkpoint_index, runfolder
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
 POLL_S = 0.1
 NETWORK = ("model", "latent", "operator")  # sections that choose what is trained
+INTERRUPTS = ("KeyboardInterrupt", "CancelledError")  # what Ctrl-C raises; the second in a cell that awaits
 SECONDS_TO_OBEY = 900.0  # until a request or a launch is acknowledged: a step that compiles may take that long
 _supervisors: list[subprocess.Popen] = []  # a pipe closes with its object, and a rebound variable must not end training
 
@@ -211,8 +212,9 @@ class Run:
         """Within it, Ctrl-C asks a run to stop that would end with this process; any other run goes on without it."""
         try:
             yield
-        except KeyboardInterrupt:
-            if self._process is not None and self._process.stdin is not None and self.status() in runfolder.ALIVE:
+        except BaseException as error:
+            ended = type(error).__name__ not in INTERRUPTS or self.status() not in runfolder.ALIVE
+            if not ended and self._process is not None and self._process.stdin is not None:
                 self.stop()
                 print(f"{self.folder.name}: saves its state and ends, because its user stopped it", flush=True)
             raise

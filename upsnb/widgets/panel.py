@@ -76,7 +76,7 @@ class Panel:
         """Keep the panel up to date while this cell waits, and close it when the run has ended; the run's status.
 
         The kernel goes on answering widgets, reloaded pages included. Headless, it prints a line now and then and
-        leaves the still figure. An interrupt ends the watching, not the run.
+        leaves the still figure. An interrupt ends the watching, and a run that would end with this process.
 
         Args:
             seconds: stop watching after so long; empty: until the run has ended.
@@ -86,22 +86,23 @@ class Panel:
         if not headless and self._handle is None:
             self._show()
         deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
-            for event in self.refresh():
-                if log is not None:
-                    log(event)
-            if self.status not in runfolder.ALIVE:
-                self.close()
-                return self.status
-            if deadline is not None and time.monotonic() >= deadline:
-                return self.status
-            pause = time.monotonic() + INTERVAL_S
-            while time.monotonic() < pause and self.run.status() in runfolder.ALIVE:
-                if not headless and is_old(kernel):
-                    serve_clicks(kernel)
-                    time.sleep(0.05)  # its loop must not run: it would queue the clicks behind this cell
-                else:
-                    await asyncio.sleep(0.05)
+        with self.run.stopped_by_interrupts():
+            while True:
+                for event in self.refresh():
+                    if log is not None:
+                        log(event)
+                if self.status not in runfolder.ALIVE:
+                    self.close()
+                    return self.status
+                if deadline is not None and time.monotonic() >= deadline:
+                    return self.status
+                pause = time.monotonic() + INTERVAL_S
+                while time.monotonic() < pause and self.run.status() in runfolder.ALIVE:
+                    if not headless and is_old(kernel):
+                        serve_clicks(kernel)
+                        time.sleep(0.05)  # its loop must not run: it would queue the clicks behind this cell
+                    else:
+                        await asyncio.sleep(0.05)
 
     def close(self) -> None:
         """Stop updating and leave a still figure in the panel's place; the run goes on. Closing twice is harmless."""
