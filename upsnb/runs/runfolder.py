@@ -59,7 +59,7 @@ class _Segment(Shape):
 
 
 class _Manifest(Shape):
-    status: Literal["starting", "running", "stopping", "finished", "failed"]
+    status: Literal["starting", "running", "stopping", "finished", "failed", "died"]
     cause: str | None
     created: float
     host: str
