@@ -139,7 +139,7 @@ def compare(first: str, second: str, folder: Path | None) -> None:
     print(verdict.summary(report))
     if folder is not None:
         curves = figures.curves({name: [run] for name, run in zip(report["arms"], runs, strict=True)})
-        drawn = {"quality": figures.quality(curves), "outcome": figures.outcome(report["arms"])}
+        drawn = {"quality": figures.quality(curves, report), "outcome": figures.outcome(report)}
         print(*(as_typed(save(figure, folder / FIGURES, name)) for name, figure in drawn.items()), sep="\n")
 
 

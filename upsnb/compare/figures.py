@@ -86,7 +86,8 @@ def quality(curves: Mapping[str, Sequence[tuple]], report: Mapping) -> Figure:
         curves: arm -> [(time [s], samples, nRMSE [-]) of every validation, as arrays], one entry a seed.
     """
     last = f"{report['baseline']}'s last + {QUALITY_TOLERANCE:.0%}"
-    target = (1 + QUALITY_TOLERANCE) * np.mean([one["val_loss"] for one in report["arms"][report["baseline"]]])
+    lasts = np.array([one["val_loss"] for one in report["arms"][report["baseline"]]], float)  # null becomes NaN
+    target = (1 + QUALITY_TOLERANCE) * lasts.mean()
     speedup = report["time_to_quality_speedup"]
     came = (
         f"{report['optimized']} gets there {speedup:.2f} times as fast" if speedup else "not every training got there"
