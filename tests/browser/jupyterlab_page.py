@@ -35,16 +35,21 @@ def server(folder: Path, project: Path | None = None):
     homes = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython"}
     homes |= {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
     environment = {**os.environ, **{name: str(folder / "jupyter" / home) for name, home in homes.items()}}
-    environment |= {MARK: token, "PYTHONPATH": str(ROOT)}
+    environment |= {MARK: token, "PYTHONPATH": str(project or ROOT)}
     for name, values in SETTINGS.items():
+        if project and "docmanager" in name:
+            continue  # as it comes with the project
         path = folder / "jupyter" / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser", "--allow-root"]
-    command += ["--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={token}"]
-    command += [f"--ServerApp.root_dir={folder}", "--LabApp.extension_manager=readonly"]
+    options = ["--no-browser", "--expose-app-in-browser", "--LabApp.extension_manager=readonly"]
+    options += ["--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={token}"]
+    command = [sys.executable, "-m", "jupyterlab", *options, "--allow-root", f"--ServerApp.root_dir={folder}"]
+    if project:
+        command = ["make", "lab", f"LAB_ARGS={' '.join(options)}"]
+        command += ["--assume-old=.venv/.installed", "--assume-old=.venv/bin/python"]  # whatever git wrote later
     with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=project or folder, env=environment, stdout=log, stderr=log)
     try:
         yield _address(folder, process, token)
     finally:
