@@ -129,7 +129,7 @@ def layouts(lab: Lab) -> None:
     """No text on another or cut off, at two widths and in both themes; a picture of each."""
     for theme in ("JupyterLab Light", "JupyterLab Dark"):
         lab.page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
-        for width in (1100, 1600):
+        for width in (1000, 1400):
             lab.page.set_viewport_size({"width": width, "height": 1500})
             until(partial(settled, lab), f"{theme}, {width} px: texts collide or are missing")
             shot = lab.page.locator(".ups-panel").screenshot(path=SHOTS / f"panel_{theme[11:].lower()}_{width}.png")

@@ -15,6 +15,7 @@ from waiting import until
 
 from upsnb import config as configs
 from upsnb.runs import handle, processes, runfolder
+from upsnb.runs.table import table
 from upsnb.widgets import busy_kernel, history, panel, requests
 from upsnb.widgets.panel import Panel
 
@@ -324,6 +325,20 @@ def test_while_a_flip_compiles_the_panel_says_so_and_the_countdown_stands(folder
     (folder / "heartbeat.rank0").write_text(line.replace("compiling", "beating"))
     shown.refresh()
     assert "compiling" not in shown._head.value + shown._note.value
+
+
+def test_notes_and_tags_are_kept_with_the_run_and_seen_by_others(folder):
+    shown, other = Panel(handle.Run.attach(folder)), Panel(handle.Run.attach(folder))
+    shown._notes["tags"].value = " wide,, for the paper "
+    shown._notes["note"].value = "<twice> as wide"
+    assert shown.run.notes["tags"] == ["wide", "for the paper"]
+    other.refresh()
+    assert other._notes["tags"].value == "wide, for the paper" and other._notes["note"].value == "<twice> as wide"
+    (row,) = table(folder.parent).to_dict("records")
+    assert (row["tags"], row["note"]) == ("wide, for the paper", "<twice> as wide")
+    shown.run.annotate(tags=[])
+    other.refresh()
+    assert other._notes["tags"].value == "" and other._notes["note"].value == "<twice> as wide"
 
 
 def test_price_is_of_the_time_since_launch(folder, monkeypatch):

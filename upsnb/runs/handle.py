@@ -82,6 +82,16 @@ class Run:
         """What was run, where, and how it went; read anew each time."""
         return runfolder.read_manifest(self.folder)
 
+    @property
+    def notes(self) -> dict:
+        """What people wrote about it: a `note` and `tags`."""
+        return runfolder.read_notes(self.folder)
+
+    def annotate(self, note: str | None = None, tags: Sequence[str] | None = None) -> None:
+        """Write a note or tags on the run; None leaves what there is."""
+        written = {"note": note, "tags": None if tags is None else list(tags)}
+        runfolder.write_notes(self.folder, **{name: value for name, value in written.items() if value is not None})
+
     def status(self) -> str:
         """One of starting, running, stopping, finished, failed, died."""
         return runfolder.state(self.folder, self._process)[0]

@@ -30,6 +30,7 @@ from upsnb.runs.processes import is_alive
 FORMAT = 1  # version of manifest.json and control.json
 CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
 CHECKPOINTS, FIGURES = "checkpoints", "figures"
+NOTES = "notes.json"  # what people wrote about the run
 REPORT, EVALUATION, EXAMPLES = "report.json", "evaluation.json", "examples.npz"  # also of comparisons and plans: report
 COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs
 ALIVE = ("starting", "running", "stopping")
@@ -225,6 +226,26 @@ def _release(folder: Path) -> list[dict]:
     if (folder / CONTROL).exists():  # a stop or a flip asked of the old segment is not asked of the next
         write_control(folder, {}, after=Control(max(read_control(folder).revision, last_answered(folder))))
     return segments
+
+
+# -- notes ---------------------------------------------------------------------------------------------------------
+
+
+def read_notes(folder: Path) -> dict:
+    """`note`, a text, and `tags`, a list of words, that people gave a run."""
+    try:
+        return {"note": "", "tags": []} | read_json(Path(folder) / NOTES, FORMAT)
+    except FileNotFoundError:
+        return {"note": "", "tags": []}
+
+
+def write_notes(folder: Path, **changes) -> dict:
+    """Change `note` or `tags`; what is not named stays."""
+    folder = Path(folder)
+    with locked(folder):
+        notes = {"format": FORMAT, **read_notes(folder), **changes}
+        write_json(folder / NOTES, notes)
+    return notes
 
 
 # -- control -------------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps
     "ci95_low": "float64",
     "ci95_high": "float64",
     "cause": "string",
+    "tags": "string",
+    "note": "string",
 }
 UNREADABLE = "unreadable"  # status of a folder that holds no run, or one that cannot be read
 TAIL_BYTES = 1 << 16  # of events; about 150 steps
@@ -51,7 +53,7 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
         `split`: the reported one of a run that got there, else of its last validation.
         samples_per_s, ci95_low, ci95_high: median while steady and its 95 % interval, of the whole run where it has a
         report, else of its last steps.
-        cause: why the run failed or died, or the folder cannot be read.
+        cause: why the run failed or died, or the folder cannot be read. tags, note: what people wrote (`Run.annotate`).
 
     Args:
         root: folder of run folders, directly in it or up to two levels deeper; empty: where runs go by default.
@@ -137,8 +139,9 @@ def _of_run(folder: Path) -> dict:
         values = _followed(folder, damage)
     if not values["nrmse"]:
         values |= _validated(folder)
-    causes = "; ".join(filter(None, (cause, *damage)))
-    return {**values, "status": status, "created": datetime.fromtimestamp(manifest["created"]), "cause": causes or None}
+    causes, notes = "; ".join(filter(None, (cause, *damage))), runfolder.read_notes(folder)
+    said = {"cause": causes or None, "tags": ", ".join(notes["tags"]) or None, "note": notes["note"] or None}
+    return {**values, "status": status, "created": datetime.fromtimestamp(manifest["created"]), **said}
 
 
 def _read(path: Path, damage: list[str]) -> dict:

@@ -181,6 +181,16 @@ class Panel:
         self._yes.on_click(lambda _: self._question and self._try(self._question[1]))
         self._confirm = widgets.HBox([self._yes, self._button("No", "leave everything as it is", lambda: None)])
         self._notice = widgets.HBox([self._note, self._confirm]).add_class("ups-notice")
+        self._notes = {
+            name: widgets.Text(description=name, placeholder=hint, continuous_update=False, layout=layout)
+            for name, hint, layout in (
+                ("tags", "words, with commas between them", widgets.Layout(width="280px")),
+                ("note", "what this run is for", widgets.Layout(flex="1 1 280px")),
+            )
+        }
+        for text in self._notes.values():
+            text.style.description_width = "40px"
+            text.observe(lambda change: self._annotate(), "value")
         self._axis = widgets.ToggleButtons(
             options=["step", "time"], tooltips=["over optimizer steps", "over seconds of training"],
             style={"button_width": "70px"}, layout=widgets.Layout(width="auto"),
@@ -205,6 +215,7 @@ class Panel:
                 self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 140).add_class(
                     "ups-fields"
                 ),
+                widgets.HBox([*self._notes.values()], layout=row),
                 widgets.HBox([self._axis, self._terms], layout=row),
                 self._plots,
                 self._table,
@@ -270,6 +281,12 @@ class Panel:
         with self._lock:
             if not self._ours:
                 self._try(flip)
+
+    def _annotate(self) -> None:
+        with self._lock:
+            if not self._ours:
+                words = [word.strip() for word in self._notes["tags"].value.split(",")]
+                self.run.annotate(self._notes["note"].value.strip(), list(filter(None, words)))
 
     def _dollars_per_h(self) -> float:
         try:
@@ -360,6 +377,8 @@ class Panel:
         said = self._said or html.warning(self.history)
         self._note.value = html.note(question, calm=False) or html.note(answer) + html.note(said, calm=False)
         self._confirm.layout.visibility = "visible" if question else "hidden"
+        notes = self.run.notes
+        self._notes["tags"].value, self._notes["note"].value = ", ".join(notes["tags"]), notes["note"]
         self._plots.value = charts.svg(self.history, self._axis.value, self._terms.value)
         claims = {phase.name: phase.expected.factor for phase in PHASES if phase.expected}
         self._table.value = html.flips(self.history, claims)
