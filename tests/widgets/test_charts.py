@@ -172,6 +172,14 @@ def test_who_flips_too_early_is_told_what_a_measurement_needs(tmp_path):
     assert f"0 of {charts.COMPARABLE} steady steps" in charts.svg(followed), "anew after each change"
 
 
+def test_a_label_that_is_wider_than_a_narrow_page_says_less(tmp_path):
+    many = dict.fromkeys(("activation_checkpointing", "loss_frequency", "optimizer_offload"), True)
+    steps = [step_event(k) for k in range(1, 101)]
+    text = charts.svg(history(tmp_path, *steps, flip_event(1, 50, phases=many), effect_event(1, 90)))
+    (said,) = re.findall(r"<u [^>]*>([^<]*)</u>", text)
+    assert said == "A  ×1.31 [1.27, 1.35], memory −21 %" and "optimizer offload" in text, "the pointer finds the rest"
+
+
 def test_flips_have_letters():
     assert [letter(index) for index in (0, 25, 26, 27, 52, 701, 702)] == ["A", "Z", "AA", "AB", "BA", "ZZ", "AAA"]
 

@@ -301,9 +301,11 @@ def _labels(flips: list[Flip], shares: list[float]) -> tuple[str, int]:
     rows: list[list[tuple[float, float]]] = []
     lines, labels = [], []
     for name, flip, share in reversed([(letter(k), *pair) for k, pair in enumerate(zip(flips, shares))]):
-        full = f"{name}  {flip.what}" + ("" if flip.applied else ": refused") + f"  {flip.measured}".rstrip()
-        for text in (full, name):
+        came = ("" if flip.applied else ": refused") + f"  {flip.measured}".rstrip()
+        for text in (f"{name}  {flip.what}{came}", f"{name}{came}", name):
             pixels = LETTER * len(text) + 12
+            if pixels > NARROWEST:
+                continue
             left = max(min(share, 1 - pixels / NARROWEST), 0.0)
             right = left + (pixels + 4) / NARROWEST
             free = (i for i, row in enumerate(rows) if all(right <= a or left >= b for a, b in row))

@@ -68,6 +68,7 @@ class Field:
                 self.read()
                 said = self.hint
             except ConfigError as error:
-                problem = error.problems[0]
-                said, wrong = f"{problem.found}: {problem.remedy}", True
+                problem, wrong = error.problems[0], True
+                is_typed = problem.found.startswith("got ")  # that stands above
+                said = problem.remedy if is_typed else f"{problem.found}: {problem.remedy}"
         self._reason.value = html.reason(said, wrong)

@@ -33,8 +33,9 @@ outline:2px solid var(--jp-brand-color1,#0072B2)!important;outline-offset:1px}
 .ups-field>.widget-text{flex-direction:column;align-items:stretch;width:auto;height:auto}
 .ups-field>.widget-text .widget-label{width:auto!important;text-align:left;line-height:18px;height:18px}
 .ups-field>.widget-text input{width:100%;flex:none;height:28px}
-.ups-field .widget-html{height:30px;margin:0 2px;overflow:hidden}.ups-reason{line-height:15px;color:var(--dim)}
-.ups-reason.wrong{color:#D55E00;font-weight:600}
+.ups-field .widget-html{height:30px;margin:0 2px;overflow:hidden}
+.ups.ups-reason{font-size:11px;line-height:14px;color:var(--dim)}
+.ups.ups-reason.wrong{color:#D55E00;font-weight:600}
 </style>"""
 NUMBER = ' class="num"'
 SYMBOLS = {"starting": "\u25cc", "running": "\u25b6", "stopping": "\u25a0", "finished": "\u2713", "failed": "\u2717",

@@ -184,7 +184,7 @@ class Panel:
         self._notes = {
             name: widgets.Text(description=name, placeholder=hint, continuous_update=False, layout=layout)
             for name, hint, layout in (
-                ("tags", "words, with commas between them", widgets.Layout(width="280px")),
+                ("tags", "with commas between", widgets.Layout(width="280px")),
                 ("note", "what this run is for", widgets.Layout(flex="1 1 280px")),
             )
         }
@@ -212,7 +212,7 @@ class Panel:
                 ladder,
                 more,
                 extra,
-                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 140).add_class(
+                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 100).add_class(
                     "ups-fields"
                 ),
                 widgets.HBox([*self._notes.values()], layout=row),
