@@ -142,6 +142,21 @@ def settled(lab: Lab) -> dict | None:
     return None if seen["found"] or seen["count"] <= 60 else seen
 
 
+def test_a_reloaded_page_finds_its_panel_again_while_a_cell_awaits_the_runs_end(lab: Lab, run):
+    live = run()
+    lab.open("awaiting.ipynb", "")
+    show(lab, live)
+    lab.run("await shown.watch()", wait=False)
+    lab.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=busy]")
+    lab.save()
+    lab.reload()
+    lab.page.wait_for_selector(".ups-plots")
+    shown = lab.page.locator(".ups-head").inner_text()
+    until(lambda: lab.page.locator(".ups-head").inner_text() != shown, "it stands still")
+    arrived(live, lab.page.locator(".ups-bf16"))
+    assert not has_ended(live), "all this while it trains"
+
+
 def test_click_is_a_request_while_a_cell_is_busy(lab: Lab, run):
     live = run()
     lab.open("busy.ipynb", "")

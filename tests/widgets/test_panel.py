@@ -270,7 +270,7 @@ def test_clicks_from_many_threads_during_redraws_all_arrive(folder):
     assert control(folder) == wanted
 
 
-@pytest.mark.parametrize("status", ["finished", "failed"])
+@pytest.mark.parametrize("status", ["finished", "failed", "died"])
 def test_a_run_that_has_ended_is_shown_and_cannot_be_asked(folder, status):
     cause = None if status == "finished" else "rank 1 was killed by SIGKILL"
     runfolder.update_manifest(folder, status=status, cause=cause)

@@ -1,11 +1,46 @@
-"""Clicks that reach a kernel while a cell runs, where the kernel has no thread for them (ipykernel 6, as on Colab)."""
+"""Clicks and reloaded pages that reach a kernel while a cell waits: what ipykernel leaves for after the cell."""
 
 from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextvars import copy_context
+
+GREETINGS = ("kernel_info_request", "comm_info_request")  # of a page: before these are answered it asks for no widget
 
 
 def is_old(kernel) -> bool:
     """Whether widgets' messages wait for the running cell; newer kernels handle them while it awaits."""
     return hasattr(kernel, "msg_queue") and not getattr(kernel, "_supports_kernel_subshells", False)
+
+
+@contextlib.contextmanager
+def greeting(kernel) -> Iterator[None]:
+    """Within it, a newer kernel whose cell awaits something answers pages that connect to it; for the main thread."""
+    thread = getattr(kernel, "shell_channel_thread", None)
+    if thread is None:
+        yield
+        return
+
+    async def take(subshell_id, frames):
+        _, rest = kernel.session.feed_identities(frames, copy=False)
+        header = kernel.session.unpack(rest[1].bytes)  # only looked at: a message may be checked once
+        if subshell_id is not None or header["msg_type"] not in GREETINGS:
+            return await kernel.shell_main(subshell_id, frames)
+        cell, ident = kernel.get_parent("shell"), kernel._get_shell_context_var(kernel._shell_parent_ident)
+        try:
+            kernel._publish_status("busy", "shell", {"header": header})
+            await asyncio.create_task(kernel.dispatch_shell(frames, concurrent=True), context=copy_context())
+            kernel._publish_status("idle", "shell", {"header": header})
+        finally:
+            kernel.set_parent(ident, cell, channel="shell")
+
+    thread.manager.set_on_recv_callback(take)
+    try:
+        yield
+    finally:
+        thread.manager.set_on_recv_callback(kernel.shell_main)
 
 
 def serve_clicks(kernel) -> int:

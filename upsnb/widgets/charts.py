@@ -140,7 +140,7 @@ def strips(history: History, axis: str = "step", terms: bool = False) -> list[St
     now, num_steady = history.rate(), history.num_comparable
     text = f"<b>{short(now)}</b> samples/s" if math.isfinite(now) else STILL_COLD[history.end is None]
     if num_steady < COMPARABLE and history.end is None:
-        text += f", {num_steady} of {COMPARABLE} steady steps that a flip is measured against"
+        text += f", {num_steady} of {COMPARABLE} steady steps to measure a flip"
     curves = [Curve(thin("rate unsteady")[2], "var(--dim)", pale=True), Curve(rate, BLUE, "", low, high)]
     drawn = [Strip("throughput", "samples/s", text, x, curves, height=132)]
     if terms:

@@ -21,7 +21,7 @@ from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run, is_headless
 from upsnb.widgets import charts, html, snapshot
-from upsnb.widgets.busy_kernel import is_old, serve_clicks
+from upsnb.widgets.busy_kernel import greeting, is_old, serve_clicks
 from upsnb.widgets.fields import Field
 from upsnb.widgets.history import History, plain
 from upsnb.widgets.progress import Progress, duration
@@ -86,7 +86,7 @@ class Panel:
         if not headless and self._handle is None:
             self._show()
         deadline = None if seconds is None else time.monotonic() + seconds
-        with self.run.stopped_by_interrupts():
+        with self.run.stopped_by_interrupts(), greeting(None if headless else kernel):
             while True:
                 for event in self.refresh():
                     if log is not None:
