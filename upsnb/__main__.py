@@ -26,6 +26,7 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes fo
 CAUSE_LINES = 15  # of an error's message; the executed notebook holds the rest
 EXAMPLES = """examples:
   python -m upsnb run notebooks/01_train.ipynb -f mine.yaml -p lr=1e-3
+  python -m upsnb check                        what works on this machine, in a few minutes
   python -m upsnb list                         all runs in outputs/
   python -m upsnb show my-run                  what it does, what it reached, why it failed
   python -m upsnb flip my-run compile on       change it while it trains
@@ -77,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     ran.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
     ran.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
     ran.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="run folder (a new one under outputs/)")
+    checked = command(
+        "check",
+        "try every phase and params file for a few steps on this machine",
+        lambda args: commands.check(args.names, args.output),
+    )
+    checked.add_argument("names", nargs="*", metavar="NAME", help="phases or params files, for example compile; all")
+    checked.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="a new one under outputs/")
     listed = command("list", "print all runs, newest first", lambda args: commands.list_runs(args.root))
     listed.add_argument("root", type=Path, nargs="?", metavar="FOLDER", help="folder of run folders (outputs/)")
     command("show", "print what a run does or reached, or why it failed", lambda args: commands.show(args.run), "RUN")

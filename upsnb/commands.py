@@ -14,6 +14,7 @@ from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import ALIVE, FIGURES, REPORT
 
 SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
+    "check": "compare.check",
     "compare": "compare.verdict",
     "memory": "memory.plan",
     "phases": "compare.ladder",
@@ -45,6 +46,17 @@ def list_runs(root: Path | None) -> None:
     widths = [max(map(len, column)) for column in columns]
     for row in zip(*columns, strict=True):
         print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+def check(names: list[str], folder: Path | None) -> int:
+    """Try phases and params files on this machine; 1 where one that should run failed."""
+    from upsnb.compare import check
+
+    base = overlays.load(runfolder.project_root() / "params/memory_reference.yaml")
+    folder = folder or runfolder.new_folder("check")
+    report = check.check(base, folder, chosen=names)
+    print(f"{check.summary(report).splitlines()[0]}; {as_typed(folder / REPORT)} has all of it")
+    return int(any(row["verdict"] == check.FAILED for row in report["rows"]))
 
 
 def show(name: str) -> None:

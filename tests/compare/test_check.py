@@ -1,0 +1,76 @@
+"""What a check tries, what it refuses, and that what happens in a trial is told as it was."""
+
+import json
+
+import pytest
+
+from upsnb import overlays
+from upsnb.__main__ import main
+from upsnb.compare import check
+from upsnb.errors import ConfigError
+from upsnb.hardware import Hardware
+from upsnb.phases import PHASES, is_on
+from upsnb.runs import runfolder
+
+CPU = Hardware("cpu", 1, "a processor", 16.0, 8)
+GPU = Hardware("cuda", 1, "a GPU", 80.0, 8, (9, 0))
+T4 = Hardware("cuda", 1, "T4", 15.0, 2, (7, 5))
+BASE = overlays.load(runfolder.project_root() / "params/memory_reference.yaml")
+
+
+def by_name(machine) -> dict[str, check.Trial]:
+    return {trial.name: trial for trial in check.plan(BASE, machine)}
+
+
+def test_every_phase_has_a_trial_of_its_own_at_full_width():
+    trials = by_name(GPU)
+    for phase in PHASES:
+        trial = trials[phase.name]
+        assert not trial.refused and trial.config.operator.pdet.hidden_dim == BASE.operator.pdet.hidden_dim == 384
+        assert [other.name for other in PHASES if is_on(other, trial.config)] == [phase.name]
+        assert trial.config.training.num_gpus == 1
+
+
+def test_a_params_file_is_tried_whole_and_without_what_the_gpu_lacks():
+    new, old = by_name(GPU)["4gpu_optimized"], by_name(T4)["4gpu_optimized"]
+    assert new.config.training.amp_dtype == "bfloat16" and not new.without
+    assert old.config.training.amp_dtype == "float16" and "bf16: " in old.without and not old.refused
+
+
+def test_without_a_gpu_files_for_gpus_are_refused_in_words_and_nothing_is_large():
+    for trial in by_name(CPU).values():
+        assert trial.config.training.batch_size <= 2 and len(trial.config.data.datasets) == 1 or trial.refused, trial
+    assert "for GPUs" in by_name(CPU)["2gpu_optimized"].refused and not by_name(CPU)["cpu_optimized"].refused
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ConfigError, match="chosen: 'fuse' is none"):
+        check.plan(BASE, CPU, ["fuse"])
+
+
+@pytest.mark.slow
+def test_what_ran_what_was_refused_and_what_failed_are_told_apart(tmp_path, monkeypatch, capsys):
+    base = overlays.load(runfolder.project_root() / "params/smoke.yaml")
+    plan = check.plan
+
+    def with_one_that_fails(*arguments):
+        trials = plan(*arguments)
+        broken = overlays.apply(trials[0].config, {"training.batch_size": 4000})  # more than there are pairs
+        return [*trials, check.Trial("broken", "phase", broken)]
+
+    monkeypatch.setattr(check, "plan", with_one_that_fails)
+    report = check.check(base, tmp_path, chosen=["fused", "tf32"], num_steps=2)
+    found = {row["name"]: row for row in report["rows"]}
+    assert {name: row["verdict"] for name, row in found.items()} == {
+        "fused": check.RAN, "tf32": check.REFUSED, "broken": check.FAILED,
+    }  # fmt: skip
+    assert found["fused"]["step_ms"] > 0 and found["fused"]["memory_gib"] > 0
+    assert "set it to false" in found["tf32"]["why"] and "lower batch_size" in found["broken"]["why"]
+    assert "Traceback" in (tmp_path / "trials/broken/log.txt").read_text()
+    assert json.loads((tmp_path / runfolder.REPORT).read_text())["kind"] == "check"
+    assert len(check.table(report)) == 3 and check.summary(report).startswith("1 ran, 1 refused, 1 failed")
+
+
+def test_the_command_refuses_what_it_does_not_know(capsys):
+    assert main(["check", "fuse"]) == 2
+    assert "'fuse' is none -> choose from" in capsys.readouterr().err

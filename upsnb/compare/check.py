@@ -1,0 +1,250 @@
+"""What this machine can do: its hardware, and a few real steps of every phase and params file, each in a process.
+
+Steps are of the reference model at its full width, on little generated data: which ones run, which are refused and why,
+which fail and how. Nothing here says how fast a phase is: `upsnb.compare.ladder` measures that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from upsnb import config as configs
+from upsnb import hardware, overlays, phases
+from upsnb.config import RunConfig
+from upsnb.data import datasets
+from upsnb.errors import ConfigError
+from upsnb.hardware import NVIDIA_DRIVER, Hardware
+from upsnb.report.file import finish, number
+from upsnb.runs import runfolder
+from upsnb.training import parallel
+from upsnb.training.setup import Setup
+from upsnb.training.timing import peak_memory_gib
+
+FORMAT, KIND = 1, "check"
+PARAMETERS = ("chosen", "num_steps", "limit_s")  # of the notebook, beside the sections
+EAGER = "no phase"
+RESULT = "result.json"
+PARTIAL = ("rehearse", "pdebench_files", "pdebench_full", "smoke", "memory_reference")  # no recipe of their own
+ON_TOP = ("conservative", "aggressive")  # of a whole config
+SMALL = {"training.batch_size": 2, "training.accum_steps": 1, "operator.pdet.depth": 2}  # where there is no GPU
+RAN, REFUSED, FAILED = "ran", "refused", "failed"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One config to take a few steps of."""
+
+    name: str
+    kind: str  # phase, or params
+    config: RunConfig
+    refused: str = ""  # why it is not even tried
+    without: str = ""  # phases that were left out, and why
+
+
+def facts(machine: Hardware) -> dict[str, str]:
+    """The machine in words, as far as training cares."""
+    driver, disk = Path(NVIDIA_DRIVER), shutil.disk_usage(runfolder.project_root())
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", driver.read_text()) if driver.exists() else None
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    told = {
+        "device": f"{machine.num_devices} x {machine.device_name}, {machine.device_memory_gib:.1f} GiB each",
+        "host": f"{machine.num_cores} cores",
+        "free on disk": f"{disk.free / 2**30:.0f} GiB",
+        "torch": f"{torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}",
+        "NVIDIA driver": machine.unusable or (found[1] if found else "none"),
+        "C++ compiler": compiler or "none, so torch.compile does not work on the CPU",
+    }
+    if machine.device == "cuda":
+        pairs = [(a, b) for a in range(machine.num_devices) for b in range(machine.num_devices) if a != b]
+        direct = all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        told["compute capability"] = ".".join(map(str, machine.compute_capability))
+        told["bfloat16"] = "by tensor cores" if machine.compute_capability >= (8, 0) else "emulated, slow"
+        told["between GPUs"] = "one GPU" if not pairs else "direct access" if direct else "through the host"
+    return told
+
+
+def plan(base: RunConfig, machine: Hardware, chosen: Sequence[str] = ()) -> list[Trial]:
+    """What to try on one rank of this machine: every phase alone, and every params file whole.
+
+    Args:
+        base: the model; its phases are switched off.
+        chosen: names of phases and params files; empty: all.
+    Raises:
+        ConfigError: an unknown name, or a base that cannot run here at all.
+    """
+    off = _on_little_data(overlays.apply(base, phases.baseline_overlay(base)), machine)
+    hardware.check_runnable(off, machine)
+    trials = [Trial(EAGER, "phase", off)]
+    for phase in phases.BY_NAME.values():
+        if not any(path.startswith(("checkpoint.", "evaluation.")) for path in phase.on):  # those are of no step
+            problems = phases.unmet(phase, off, machine)
+            config = off if problems else overlays.apply(off, phase.on)
+            trials.append(Trial(phase.name, "phase", config, refused="; ".join(map(str, problems))))
+    for path in sorted((runfolder.project_root() / "params").glob("*.yaml")):
+        if path.stem not in PARTIAL:
+            trials.append(_of_file(path, base, machine))
+    unknown = sorted({*chosen} - {trial.name for trial in trials})
+    if unknown:
+        known = ", ".join(trial.name for trial in trials)
+        raise ConfigError([f"chosen: {name!r} is none -> choose from {known}" for name in unknown], "the check")
+    return [trial for trial in trials if not chosen or trial.name in chosen]
+
+
+def _of_file(path: Path, base: RunConfig, machine: Hardware) -> Trial:
+    config = overlays.load(path)
+    if path.stem in ON_TOP:
+        config = overlays.apply(base, phases.switchable(overlays.read(path)), path.stem)
+    if machine.device == "cpu" and (config.training.num_gpus > 1 or path.stem in (*ON_TOP, "1gpu_fast")):
+        why = "is for GPUs -> put params/rehearse.yaml on top to see it work here"
+        return Trial(path.stem, "params", config, refused=why)
+    config, left_out = phases.skip_missing(_on_little_data(config, machine), machine)
+    without = "; ".join(f"{phases.label(name)}: {why}" for name, why in left_out.items())
+    problems = hardware.problems(config, machine)
+    return Trial(path.stem, "params", config, refused="; ".join(map(str, problems)), without=without)
+
+
+def _on_little_data(config: RunConfig, machine: Hardware) -> RunConfig:
+    """The same on one rank, on generated data of just enough samples.
+
+    Without a GPU smaller: one dataset, two blocks, two pairs; compiling takes a minute for each dataset.
+    """
+    settings = {"training.num_gpus": 1, "training.nccl_tuning": False, "training.device": "auto"}
+    settings |= SMALL if machine.device == "cpu" else {}
+    batch_size = settings.get("training.batch_size", config.training.batch_size)
+    for place, name in enumerate(config.data.datasets):
+        if place and machine.device == "cpu":
+            settings[f"data.datasets.{name}"] = None
+            continue
+        settings[f"data.datasets.{name}.files"] = []
+        settings[f"data.datasets.{name}.generate.num_samples"] = 10 + 2 * batch_size * config.training.accum_steps
+    return overlays.apply(config, settings)
+
+
+def check(
+    base: RunConfig,
+    folder: Path | str,
+    *,
+    chosen: Sequence[str] = (),
+    num_steps: int = 4,
+    limit_s: float = 180.0,
+    log: Callable[[str], None] = print,
+) -> dict:
+    """Try everything of `plan`, one after the other; the report, also written to `report.json`.
+
+    Args:
+        num_steps: optimizer steps of each, the first of which compiles.
+        limit_s: after which one of them counts as failed [s].
+    """
+    machine, folder = hardware.detect(), Path(folder).absolute()
+    told = facts(machine)
+    for name, fact in told.items():
+        log(f"{name}: {fact}")
+    trials, rows = plan(base, machine, chosen), []
+    for trial in trials:
+        if not trial.refused:
+            for dataset in trial.config.data.datasets.values():
+                datasets.ensure_generated(dataset, folder / "data", log)
+    for trial in trials:
+        rows.append(_row(trial, folder, num_steps, limit_s))
+        log(_line(rows[-1]))
+    report = {"format": FORMAT, "kind": KIND, "facts": told, "rows": rows, "num_steps": num_steps}
+    return finish(report, folder)
+
+
+def _row(trial: Trial, folder: Path, num_steps: int, limit_s: float) -> dict:
+    own = folder / "trials" / trial.name
+    row = {"name": trial.name, "kind": trial.kind, "verdict": REFUSED, "why": trial.refused, "without": trial.without}
+    row |= dict.fromkeys(("step_ms", "first_step_s", "memory_gib"))
+    if trial.refused:
+        return row
+    own.mkdir(parents=True, exist_ok=True)
+    configs.save(trial.config, own / runfolder.CONFIG)
+    command = [sys.executable, "-m", "upsnb.compare.check", str(own), str(folder / "data"), str(num_steps)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=runfolder.project_root())
+    except subprocess.TimeoutExpired:
+        return {**row, "verdict": FAILED, "why": f"not done after {limit_s:g} s"}
+    (own / "log.txt").write_text(done.stdout + done.stderr)
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        return {**row, "verdict": FAILED, "why": said[-1] if said else f"ended with code {done.returncode}"}
+    return {**row, "verdict": RAN, **json.loads((own / RESULT).read_text())}
+
+
+def _line(row: Mapping) -> str:
+    text = f"{row['name']}: {row['verdict']}"
+    if row["verdict"] == RAN:
+        text += f", {number(row['step_ms'], 3)} ms a step, the first after {row['first_step_s']:.1f} s"
+    text += f": {row['why']}" if row["why"] else ""
+    return text + (f" (without {row['without']})" if row["without"] else "")
+
+
+def summary(report: Mapping) -> str:
+    """The report in a few lines: how many ran, then what did not."""
+    counts = {verdict: sum(row["verdict"] == verdict for row in report["rows"]) for verdict in (RAN, REFUSED, FAILED)}
+    lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
+    return "\n".join([*lines, *(_line(row) for row in report["rows"] if row["verdict"] != RAN)])
+
+
+def table(report: Mapping):
+    """One row for each phase and params file."""
+    import pandas as pd
+
+    rows = [
+        {
+            "tried": row["name"],
+            "verdict": row["verdict"],
+            "first step [s]": number(row["first_step_s"], 3),
+            "a step [ms]": number(row["step_ms"], 3),
+            "memory [GiB]": number(row["memory_gib"], 3),
+            "why, or without what": row["why"] or row["without"],
+        }
+        for row in report["rows"]
+    ]
+    return pd.DataFrame(rows).set_index("tried")
+
+
+def take_steps(folder: Path, root: Path, num_steps: int) -> None:
+    """Take the steps of one trial in this process, and write down what they took.
+
+    Raises:
+        AssertionError: a loss is not finite.
+    """
+    started, config = time.perf_counter(), configs.load(folder / runfolder.CONFIG)
+    ranks = parallel.initialise(config)
+    config = overlays.apply(config, {"data.root": str(root)})
+    setup = Setup.build(config, root, ranks)
+    ended, losses = [started], []
+    batches = iter(())
+    for step in range(num_steps):
+        chosen = []
+        while len(chosen) < config.training.accum_steps:
+            batch = next(batches, None)
+            if batch is None:
+                batches = setup.loader.epoch(step)
+            else:
+                chosen.append(batch)
+        losses.append(setup.step(chosen, step, step * len(chosen))[0].item())  # waits for the device
+        ended.append(time.perf_counter())
+    assert all(map(math.isfinite, losses)), f"the loss is {losses[-1]}"
+    first, *seconds = (after - before for before, after in itertools.pairwise(ended))
+    found = {"first_step_s": first, "step_ms": 1e3 * median(seconds) if seconds else None}
+    runfolder.write_json(folder / RESULT, {**found, "memory_gib": peak_memory_gib(ranks.device)})
+    parallel.shutdown(ranks)
+
+
+if __name__ == "__main__":
+    take_steps(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
