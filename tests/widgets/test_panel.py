@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import ipywidgets
+import numpy as np
 import pytest
 from test_charts import START, flip_event, say, step_event
 from waiting import until
@@ -325,6 +326,23 @@ def test_while_a_flip_compiles_the_panel_says_so_and_the_countdown_stands(folder
     (folder / "heartbeat.rank0").write_text(line.replace("compiling", "beating"))
     shown.refresh()
     assert "compiling" not in shown._head.value + shown._note.value
+
+
+def test_a_validation_shows_what_the_model_makes_of_a_sample(folder):
+    fields = np.random.default_rng(0).random((2, 1, 5, 1, 16)).astype(np.float32)
+    eval_event = {"kind": "eval", "time": 2.0, "step": 20, "epoch": 1, "time_s": 1.0, "val_nrmse": {"waves": 0.1}}
+    say(folder, START, step_event(20))
+    shown = Panel(handle.Run.attach(folder))
+    assert shown._sample.value == ""
+    np.savez(folder / runfolder.GLANCE, **{"waves/truth": fields[0], "waves/forecast": fields[1], "waves/nrmse": [0.1]})
+    say(folder, {**eval_event, "best": True})
+    shown.refresh()
+    before = shown._sample.value
+    assert re.match(r'<img [^>]*alt="truth, prediction and error [^"]*" src="data:image/png;base64,', before)
+    (folder / runfolder.GLANCE).write_bytes(b"damaged")
+    say(folder, {**eval_event, "step": 30, "best": False})
+    shown.refresh()
+    assert shown._sample.value == ""
 
 
 def test_notes_and_tags_are_kept_with_the_run_and_seen_by_others(folder):

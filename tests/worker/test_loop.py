@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from figure_checks import check
 
+from upsnb.report import figures
 from upsnb.runs import runfolder
 from upsnb.training import checkpoint, evaluation, timing
 
@@ -332,3 +334,22 @@ def test_compiled_steps_are_the_eager_ones_up_to_rounding(tiny_config, train_her
     assert not [event for event in graphs if event["step"] > 2]  # nothing is compiled again later
     states = [checkpoint.load(tmp_path / str(compiled))["setup"]["model"] for compiled in (False, True)]
     assert states[0].keys() == states[1].keys()
+
+
+def test_each_validation_leaves_its_forecast_of_the_same_sample(tiny_config, train_here, tmp_path):
+    folder, seen = tmp_path / "run", []
+
+    def look(step):
+        if (folder / runfolder.GLANCE).exists():
+            with np.load(folder / runfolder.GLANCE) as file:
+                seen.append({key: file[key] for key in file.files})
+
+    config = tiny_config(**{**QUICK, "stages.operator.epochs": 3})
+    events = train_here(config, folder, at_step=look)
+    assert len(of_kind(events, "eval")) == 3
+    first, last = seen[0], seen[-1]
+    for name in config.data.datasets:
+        assert first[f"{name}/samples"] == last[f"{name}/samples"]
+        assert (first[f"{name}/truth"] == last[f"{name}/truth"]).all()
+        assert (first[f"{name}/forecast"] != last[f"{name}/forecast"]).any()
+    check(figures.glance(folder))

@@ -9,12 +9,13 @@ from functools import partial, wraps
 from pathlib import Path
 
 import numpy as np
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.data.families import FAMILIES
-from upsnb.report import plots
+from upsnb.report import plots, style
 from upsnb.report.style import edges, label
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
@@ -210,6 +211,31 @@ class RunFigures:
     def _examples(self, name: str) -> dict[str, np.ndarray]:
         with np.load(self.folder / runfolder.EXAMPLES) as file:
             return {key.removeprefix(f"{name}/"): file[key] for key in file.files if key.startswith(f"{name}/")}
+
+
+@style.styled
+def glance(folder: Path) -> Figure:
+    """What a run made of one validation sample of each dataset when it last validated: truth, prediction, error.
+
+    The same sample each time. Fields over the plane at the last frame; in 1-D over space, and time upwards.
+    """
+    with np.load(folder / runfolder.GLANCE) as file:
+        kept = {key: file[key] for key in file.files}
+    names = [key.removesuffix("/truth") for key in kept if key.endswith("/truth")]
+    told = ", ".join(f"{name} {kept[f'{name}/nrmse'][0]:.2g}" for name in names)
+    figure = style.empty_figure(7.2, 1.7 * len(names), f"One validation sample of each dataset, nRMSE: {told}")
+    for row, name in zip(figure.subplots(len(names), 3, squeeze=False), names):
+        truth, forecast = (kept[f"{name}/{what}"][0, :, 0] for what in ("truth", "forecast"))
+        truth, forecast = (x if x.ndim == 2 else _upright(x[-1]) for x in (truth, forecast))
+        shades = style.FIELD_COLOURS, style.value_range(truth)
+        half = float(np.ptp(truth)) / 2 or 1.0  # a fixed range, so that errors fade as training goes on
+        shown = {"truth": (truth, *shades), "prediction": (forecast, *shades)}
+        shown[f"error, colours end at {half:.2g}"] = forecast - truth, style.ERROR_COLOURS, Normalize(-half, half)
+        for ax, (what, (values, colours, norm)) in zip(row, shown.items()):
+            style.draw_image(ax, values, (0.0, 1.0, 0.0, 1.0), colours, norm)
+            ax.set(xticks=[], yticks=[], xlabel=what, aspect="equal" if truth.shape[0] == truth.shape[1] else "auto")
+        row[0].set_ylabel(name)
+    return figure
 
 
 def data_samples(dataset: Dataset) -> Figure:

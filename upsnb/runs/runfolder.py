@@ -30,6 +30,7 @@ from upsnb.runs.processes import is_alive
 FORMAT = 1  # version of manifest.json and control.json
 CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
 CHECKPOINTS, FIGURES = "checkpoints", "figures"
+GLANCE = "glance.npz"  # what the model makes of one validation sample of each dataset, as of the last validation
 NOTES = "notes.json"  # what people wrote about the run
 REPORT, EVALUATION, EXAMPLES = "report.json", "evaluation.json", "examples.npz"  # also of comparisons and plans: report
 COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs

@@ -5,6 +5,7 @@ Always in float32, without TensorFloat-32: a metric must not depend on how fast 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,16 +188,22 @@ def save_examples(
     results: dict[str, dict],
     config: EvaluationConfig,
     device: torch.device,
+    ranked: bool = True,
 ) -> None:
-    """Forecast and truth of the best, the median and the worst samples of each dataset, as one .npz file."""
+    """Forecast and truth of some samples of each dataset, as one .npz file that is whole whenever it is read.
+
+    Args:
+        ranked: those from the best to the worst; otherwise one, the first that was measured, the same each time.
+    """
     model.eval()
     arrays: dict[str, np.ndarray] = {}
     for name, result in results.items():
         dataset = datasets[name]
         scores = np.asarray(result["per_sample"].get("rollout_nrmse", result["per_sample"]["nrmse"]))
         ranking = np.argsort(scores)
-        picks = np.unique(np.linspace(0, len(ranking) - 1, min(config.num_examples, len(ranking))).round().astype(int))
-        samples = np.asarray(result["per_sample"]["samples"])[ranking[picks]]
+        count = min(config.num_examples, len(ranking))
+        picks = ranking[np.unique(np.linspace(0, len(ranking) - 1, count).round().astype(int))] if ranked else [0]
+        samples = np.asarray(result["per_sample"]["samples"])[picks]
         inputs, targets, parameters = read_samples(dataset, samples, device)
         if dataset.spec.time_dependent:
             given = inputs[:, : dataset.given_frames]
@@ -208,13 +215,16 @@ def save_examples(
             f"{name}/inputs": inputs.cpu().numpy(),
             f"{name}/truth": targets.cpu().numpy(),
             f"{name}/forecast": forecast.cpu().numpy(),
-            f"{name}/nrmse": scores[ranking[picks]],
+            f"{name}/nrmse": scores[picks],
             f"{name}/samples": samples,
             f"{name}/times": dataset.source.times[dataset.frames],
         }
         for axis, values in zip("xyz", dataset.source.coordinates, strict=False):
             arrays[f"{name}/{axis}"] = values
-    np.savez_compressed(path, **arrays)
+    unfinished = path.with_name(f".{path.name}")
+    with open(unfinished, "wb") as file:  # by name, savez would add an ending of its own
+        np.savez_compressed(file, **arrays)
+    os.replace(unfinished, path)
 
 
 def headline(result: dict) -> float:

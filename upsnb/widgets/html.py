@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import time
+import zipfile
 from html import escape
+from pathlib import Path
 
 from upsnb.phases import Phase, label
+from upsnb.report import figures
 from upsnb.widgets.history import Flip, History, letter, plain
 from upsnb.widgets.progress import duration
 
@@ -40,6 +45,19 @@ outline:2px solid var(--jp-brand-color1,#0072B2)!important;outline-offset:1px}
 NUMBER = ' class="num"'
 SYMBOLS = {"starting": "\u25cc", "running": "\u25b6", "stopping": "\u25a0", "finished": "\u2713", "failed": "\u2717",
            "died": "\u2717", "paused": "\u2016", "relaunching": "\u21bb"}  # fmt: skip
+
+
+def sample(folder: Path) -> str:
+    """The figure of one validation sample of each dataset; empty where there is none."""
+    try:
+        figure = figures.glance(folder)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # of a run of before, or damaged
+        return ""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    source = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    said = "truth, prediction and error of one validation sample of each dataset"
+    return f'<img style="max-width:100%" alt="{said}" src="{source}">'
 
 
 def header(

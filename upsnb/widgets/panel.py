@@ -54,6 +54,7 @@ class Panel:
         self._said = ""  # what a button had to say beyond that
         self._question = None  # what is to be confirmed, and what is done then
         self._problems: dict[str, str] = {}  # phase: why its last click was not sent
+        self._sampled = 0  # validations that there were when the sample was drawn
         self._closing, self._thread, self._handle = threading.Event(), None, None
         self._build()
 
@@ -156,7 +157,7 @@ class Panel:
 
     def _build(self) -> None:
         full = widgets.Layout(width="100%", margin="0")
-        self._head, self._note, self._plots, self._table = (widgets.HTML(layout=full) for _ in range(4))
+        self._head, self._note, self._plots, self._table, self._sample = (widgets.HTML(layout=full) for _ in range(5))
         self._toggles: dict[str, widgets.ToggleButton] = {}
         self._cards: dict[str, widgets.HTML] = {}
         ladder, extra = (self._grid([self._switch(phase) for phase in group]) for group in (PHASES, EXTRAS))
@@ -218,6 +219,7 @@ class Panel:
                 widgets.HBox([*self._notes.values()], layout=row),
                 widgets.HBox([self._axis, self._terms], layout=row),
                 self._plots,
+                self._sample,
                 self._table,
             ]
         )
@@ -380,6 +382,8 @@ class Panel:
         notes = self.run.notes
         self._notes["tags"].value, self._notes["note"].value = ", ".join(notes["tags"]), notes["note"]
         self._plots.value = charts.svg(self.history, self._axis.value, self._terms.value)
+        if len(self.history.evaluations) > self._sampled:
+            self._sampled, self._sample.value = len(self.history.evaluations), html.sample(self.run.folder)
         claims = {phase.name: phase.expected.factor for phase in PHASES if phase.expected}
         self._table.value = html.flips(self.history, claims)
         alive, paused = self.status in ("starting", "running"), self.history.paused

@@ -387,7 +387,8 @@ class Loop:
         if fraction != position.validated_fraction:  # other samples, other errors: none of them can be beaten
             position.validated_fraction, position.best, position.waited = fraction, math.inf, 0
             self.setup.plateau.forget()
-        scores = {name: evaluation.headline(of) for name, of in self._evaluate("validation", fraction=fraction).items()}
+        results = self._evaluate("validation", runfolder.GLANCE, fraction)
+        scores = {name: evaluation.headline(result) for name, result in results.items()}
         score = float(np.mean(list(scores.values())))
         improved = score < position.best
         position.waited = 0 if improved else position.waited + 1
@@ -413,14 +414,15 @@ class Loop:
         patience = self.config.training.patience
         return "patience" if patience is not None and position.waited >= patience else None
 
-    def _evaluate(self, split: str, examples: Path | None = None, fraction: float = 1.0) -> dict:
-        """Metrics of a share of the split from all ranks; rank 0 writes example forecasts where a path is given."""
+    def _evaluate(self, split: str, examples: str, fraction: float = 1.0) -> dict:
+        """Metrics of a share of the split from all ranks; rank 0 writes forecasts to the file `examples`."""
         setup, settings = self.setup, self.config.evaluation
         # Eager: other batch sizes would compile anew, for one call each.
         with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
             results = evaluation.evaluate(model, setup.datasets, split, settings, self.ranks, self._beat, fraction)
-            if examples and self.ranks.rank == 0:
-                evaluation.save_examples(examples, model, setup.datasets, results, settings, self.ranks.device)
+            if self.ranks.rank == 0:
+                path, ranked = self.folder / examples, examples == runfolder.EXAMPLES
+                evaluation.save_examples(path, model, setup.datasets, results, settings, self.ranks.device, ranked)
         return results
 
     @outside_step
@@ -475,7 +477,7 @@ class Loop:
             state = self.requests.load_best()
             setup.load_state_dict(state["setup"])
             reported = f"best, step {state['step']}"
-        results = self._evaluate(config.evaluation.split, self.folder / runfolder.EXAMPLES)
+        results = self._evaluate(config.evaluation.split, runfolder.EXAMPLES)
         if self.ranks.rank == 0:
             split = config.evaluation.split
             summary = {
