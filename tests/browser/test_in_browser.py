@@ -26,7 +26,7 @@ training, stages = {{"time_limit_s": None, "threads_per_rank": 1}}, {{"operator"
     code = [cell for cell in lab.cells() if cell.cell_type == "code" and cell.source]
     assert all(cell.execution_count for cell in code), "a cell was not run"
     widths = lab.page.eval_on_selector_all(".jp-OutputArea-output img", "all => all.map(image => image.naturalWidth)")
-    assert len(widths) == 11 and min(widths) > 300, "drawn, loaded and decoded"
+    assert len(widths) == 12 and min(widths) > 300, "drawn, loaded and decoded"
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ class Panel:
                 ladder,
                 more,
                 extra,
-                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 100).add_class(
+                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 124).add_class(
                     "ups-fields"
                 ),
                 widgets.HBox([*self._notes.values()], layout=row),
