@@ -75,7 +75,7 @@ class Compilation:
     duration_s: float = 0.0
 
     def __bool__(self) -> bool:
-        return any(vars(self).values())
+        return any(count for name, count in vars(self).items() if name != "duration_s")
 
     def as_dict(self) -> dict:
         return {**vars(self), "duration_s": round(self.duration_s, 3)}

@@ -195,6 +195,7 @@ def save_examples(
     Args:
         ranked: those from the best to the worst; otherwise one, the first that was measured, the same each time.
     """
+    was_training = model.training
     model.eval()
     arrays: dict[str, np.ndarray] = {}
     for name, result in results.items():
@@ -221,6 +222,7 @@ def save_examples(
         }
         for axis, values in zip("xyz", dataset.source.coordinates, strict=False):
             arrays[f"{name}/{axis}"] = values
+    model.train(was_training)  # validation is in the middle of training
     unfinished = path.with_name(f".{path.name}")
     with open(unfinished, "wb") as file:  # by name, savez would add an ending of its own
         np.savez_compressed(file, **arrays)
