@@ -136,7 +136,7 @@ def tiny_setup(tiny_config):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train_here():
     """`train_here(config, folder)`: train on one rank in this process; the run's events.
 

@@ -16,10 +16,6 @@ import pytest
 from share import share
 from waiting import LONGEST_S
 
-from upsnb.runs import runfolder
-from upsnb.training.parallel import Ranks
-from upsnb.worker import loop
-
 pytestmark = pytest.mark.slow  # processes of their own
 
 READ = Path(__file__).with_name("read_damaged.py")
@@ -72,14 +68,10 @@ def test_damaged_data_files(tmp_path):
 
 
 @pytest.fixture
-def run(tiny_config, tmp_path):
+def run(tiny_config, train_here, tmp_path):
     """A run that trained to its end."""
     folder = tmp_path / "run"
-    config = tiny_config(("darcy",), **{"training.ema_decay": 0.9})
-    runfolder.create(config, folder)
-    events = runfolder.EventWriter(folder)
-    loop.train(config, folder, Ranks(), events, runfolder.Heartbeat(folder, 0))
-    events.close()
+    train_here(tiny_config(("darcy",), **{"training.ema_decay": 0.9}), folder)
     return folder
 
 

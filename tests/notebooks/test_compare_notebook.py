@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {  # two arms of a few seconds on one small dataset, without a noise floor
     "preset": "",
     "isolate": "activation_checkpointing",
+    "seeds": [42],
     "block_s": 1.0,
     "noise_floor": False,
     "criteria": {"speedup": 1000.0, "loss_delta": None, "nrmse_ratio": None},

@@ -21,7 +21,6 @@ from upsnb.errors import ConfigError, RunError
 from upsnb.runs import checkpoint_index, handle, runfolder
 from upsnb.training import checkpoint, checkpoint_shards
 from upsnb.training.parallel import Ranks
-from upsnb.worker import loop
 
 EVERYTHING = {  # all that draws at random or remembers
     "operator.pdet.drop_path": 0.3,
@@ -208,14 +207,10 @@ def state(step, value=None, size=64):
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_config, tmp_path_factory):
+def trained(tiny_config, train_here, tmp_path_factory):
     """The folder of a tiny run that trained to its end; to be copied."""
     folder = tmp_path_factory.mktemp("trained")
-    config = tiny_config(("darcy",), **{"training.ema_decay": 0.9})
-    runfolder.create(config, folder)
-    events = runfolder.EventWriter(folder)
-    loop.train(config, folder, Ranks(), events, runfolder.Heartbeat(folder, 0))
-    events.close()
+    train_here(tiny_config(("darcy",), **{"training.ema_decay": 0.9}), folder)
     return folder
 
 

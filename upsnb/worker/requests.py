@@ -15,6 +15,7 @@ from upsnb.spans import outside_step
 from upsnb.training import checkpoint, parallel
 from upsnb.training.parallel import Ranks
 from upsnb.worker.flips import Flips
+from upsnb.worker.position import Position
 
 POLL_S = 0.1  # between two looks at control.json while all ranks wait
 REVISIONS = (runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.RESTORE, runfolder.SETTINGS, runfolder.PAUSE)
@@ -109,8 +110,8 @@ class Requests:
             state = self.load_best()
             if state is None:
                 reason = "there is none: no validation has been saved"
-            elif state["position"]["stage"] != setup.stage:
-                state, reason = None, f"it is of the stage {state['position']['stage']}"
+            elif (stage := Position.of(state["position"]).stage) != setup.stage:  # older ones name none
+                state, reason = None, f"it is of the stage {stage}"
         except RunError as error:
             reason = str(error)
         if state:
