@@ -259,6 +259,15 @@ def test_examples_are_the_best_the_middle_and_the_worst(setup, tmp_path):
             np.testing.assert_allclose((error / size).mean((1, 2)), arrays[f"{name}/nrmse"], rtol=1e-3)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_keeping_examples_leaves_the_model_in_its_mode(setup, tmp_path, training):
+    setup.model.train(training)
+    evaluation.save_examples(
+        tmp_path / "glance.npz", setup.model, setup.datasets, run(setup), EvaluationConfig(), "cpu", ranked=False
+    )
+    assert all(module.training == training for module in setup.model.modules())
+
+
 def test_fewer_samples_than_examples_are_all_kept(setup, tmp_path):
     dataset = setup.datasets["darcy"]
     dataset.splits["validation"] = dataset.splits["validation"][:2]
