@@ -260,3 +260,13 @@ def test_steps_of_each_data_set_have_a_colour_and_windows_stand_where_they_were(
         windows.get_xdata()[[0, 1, 3, 4]].tolist() == [10, 20, 20, 30] and np.isnan(windows.get_xdata()[[2, 5]]).all()
     )
     assert windows.get_ydata()[[0, 1, 3, 4]].tolist() == [50.5, 50.5, 51.5, 51.5]
+
+
+def test_a_data_set_has_the_colour_of_the_loss_figure_whichever_step_was_steady_first():
+    names, steady = ["waves", "darcy", "waves", "darcy"], [False, True, True, True]
+    figure = plots.throughput([1, 2, 3, 4], [9, 5, 9, 5], steady, names, [], np.nan, (np.nan, np.nan))
+    drawn = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    losses = plots.loss_terms([1, 2], {(name, "relative"): [1.0, 0.5] for name in ("waves", "darcy")}).axes[0]
+    labelled = {line.get_label(): line.get_color() for line in losses.lines}
+    for name in ("waves", "darcy"):
+        assert drawn[f"steps of {name}"] == labelled[f"{name}, relative"]

@@ -288,8 +288,10 @@ def throughput(
     ax = figure.subplots()
     time_s, rate, steady = np.asarray(time_s, float), np.asarray(samples_per_s, float), np.asarray(steady, bool)
     names, windows = np.asarray(names), np.reshape(windows, (-1, 3)).astype(float)
-    for name, look in looks(dict.fromkeys(names[steady])).items():
+    for name, look in looks(dict.fromkeys(names)).items():  # in the order of the loss figure, and so in its colours
         chosen = steady & (names == name)
+        if not chosen.any():
+            continue
         ax.plot(time_s[chosen], rate[chosen], "o", markersize=2.5, color=look["color"], label=f"steps of {name}")
     if not steady.all():
         hollow = {"markerfacecolor": "none", "markeredgecolor": GREY, "markeredgewidth": 0.7}
