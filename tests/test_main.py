@@ -96,7 +96,9 @@ def test_every_missing_file_is_named(refused, tmp_path):
 
 def test_config_that_cannot_run_here_is_refused(refused, tmp_path):
     said = refused(notebook(tmp_path / "n.ipynb"), "-p", "num_gpus=512", "-o", tmp_path / "run")
-    assert "training.num_gpus: 512" in said and not (tmp_path / "run").exists()
+    assert "-p num_gpus=512: training.num_gpus: 512" in said and not (tmp_path / "run").exists()
+    file = params_file(tmp_path / "mine.yaml", "training:\n  device: cpu\n  tf32: true\n")
+    assert "mine.yaml:3: training.tf32: TensorFloat-32 is" in refused(notebook(tmp_path / "n.ipynb"), "-f", file)
 
 
 def test_notebook_that_only_plans_takes_the_config_of_another_machine(tmp_path, monkeypatch):

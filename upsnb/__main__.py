@@ -15,7 +15,7 @@ from pathlib import Path
 from upsnb import commands, overlays, plain_yaml
 from upsnb.commands import summary
 from upsnb.config import RunConfig
-from upsnb.errors import MOST_SHOWN, ConfigError, RunError, RunFailed, RunTimeout, UpsError, shown
+from upsnb.errors import MOST_SHOWN, ConfigError, Problem, RunError, RunFailed, RunTimeout, UpsError, shown
 from upsnb.overlays import as_typed
 from upsnb.runs import runfolder
 from upsnb.runs.handle import INTERRUPTS
@@ -137,11 +137,15 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     from upsnb import hardware, phases  # they load torch, which the other commands do without
 
     notebook = _find_notebook(notebook)
-    parameters, config = read_parameters(notebook, files, params)
     machine = hardware.detect()
-    skips = config.training.on_missing == "skip"
-    if not _plans_only(notebook):
-        hardware.check_runnable(phases.skip_missing(config, machine)[0] if skips else config, machine)
+
+    def check(config: RunConfig) -> list[Problem]:
+        if _plans_only(notebook):
+            return []
+        skips = config.training.on_missing == "skip"
+        return hardware.problems(phases.skip_missing(config, machine)[0] if skips else config, machine)
+
+    parameters, config = read_parameters(notebook, files, params, check)
     try:
         if folder is None:
             folder = runfolder.new_folder(config.logging.name, config.logging.root)
@@ -209,11 +213,15 @@ def _plans_only(notebook: Path) -> bool:
 # -- parameters ----------------------------------------------------------------------------------------------------
 
 
-def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tuple[dict, RunConfig]:
+def read_parameters(
+    notebook: Path, files: list[Path], params: list[str], check: Callable | None = None
+) -> tuple[dict, RunConfig]:
     """What to pass to a notebook, one overlay per section, and the config it will make of it.
 
     Files go on top of the notebook's own preset, unless one of them says `preset: ""`, as under papermill.
 
+    Args:
+        check: of `Layers.config`.
     Raises:
         ConfigError: every unknown name, wrong type and contradiction at once, each with what brought it.
     """
@@ -249,7 +257,7 @@ def read_parameters(notebook: Path, files: list[Path], params: list[str]) -> tup
     layers = overlays.of_notebook({"preset": passed.get("preset"), **kept}, own, injected=())
     layers.where, layers.problems = given.where, given.problems + layers.problems
     layers.layers += given.layers
-    return passed, layers.config()
+    return passed, layers.config(check)
 
 
 def _defaults(notebook: Path) -> dict:

@@ -12,7 +12,7 @@ import ast
 import copy
 import functools
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from upsnb import config as configs
@@ -210,12 +210,15 @@ class Layers:
         """All of them, or the lowest so many, as one flattened overlay."""
         return functools.reduce(stack, (flat for _, flat in self.layers[:count]), {})
 
-    def config(self) -> RunConfig:
+    def config(self, check: Callable[[RunConfig], list[Problem]] | None = None) -> RunConfig:
         """What they make of the defaults.
 
+        Args:
+            check: what else, such as this machine, stands against a valid config.
         Raises:
             ConfigError: every problem at once.
         """
+        self.check = check
         config, problems = self._applied(None)
         self.problems += [*map(self._traced, problems[:MOST_LISTED]), *problems[MOST_LISTED:]]
         if self.problems:
@@ -224,16 +227,17 @@ class Layers:
 
     def _applied(self, count: int | None) -> tuple[RunConfig | None, list[Problem | str]]:
         try:
-            return apply(RunConfig(), self.flat(count), self.where), []
+            config = apply(RunConfig(), self.flat(count), self.where)
         except ConfigError as error:
             return None, error.problems
+        return config, self.check(config) if self.check else []
 
     def _traced(self, problem: Problem | str) -> Problem | str:
         """With the layer since which it is there; of a contradiction, that is the last one that took part in it."""
         number = len(self.layers) - 1
-        while problem in self._applied(number)[1]:
+        while number >= 0 and problem in self._applied(number)[1]:
             number -= 1
-        return _with_source(problem, self.layers[number][0])
+        return _with_source(problem, self.layers[number][0]) if number >= 0 else problem  # as it comes, on this machine
 
 
 def _with_source(problem: Problem | str, source: Path | str) -> Problem | str:

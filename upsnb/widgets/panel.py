@@ -172,7 +172,8 @@ class Panel:
         self._actions = {name: self._button(name, *action) for name, action in actions.items()}
         send = self._button("Apply settings", "ask for the numbers beside, if all of them are right", self._send_fields)
         self._preset = widgets.Dropdown(
-            options=self.asking.presets(), layout=widgets.Layout(width="150px"),
+            options=self.asking.presets(), description="preset", style={"description_width": "45px"},
+            layout=widgets.Layout(width="200px"),
         ).add_class("ups-preset")  # fmt: skip
         use = self._button("Apply preset", "ask for the preset's settings at once", self._send_preset)
         back = self._button("Back to baseline", "drop every change: the config the run was started with", self._back)
@@ -193,8 +194,8 @@ class Panel:
             text.style.description_width = "40px"
             text.observe(lambda change: self._annotate(), "value")
         self._axis = widgets.ToggleButtons(
-            options=["step", "time"], tooltips=["over optimizer steps", "over seconds of training"],
-            style={"button_width": "70px"}, layout=widgets.Layout(width="auto"),
+            options=["step", "time"], description="along", tooltips=["optimizer steps", "seconds of training"],
+            style={"button_width": "70px", "description_width": "40px"}, layout=widgets.Layout(width="auto"),
         )  # fmt: skip
         wide = widgets.Layout(width="130px")
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
