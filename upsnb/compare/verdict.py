@@ -214,7 +214,7 @@ def compare(run_a: Run, run_b: Run, folder: Path | str | None = None, criteria: 
 
     Args:
         folder: where `report.json` is written; None: nowhere.
-        criteria: over CRITERIA; a criterion of null is left out.
+        criteria: over CRITERIA without the speed-up, which nobody asks of any two runs; one of null is left out.
     Raises:
         RunError: a run has not finished or its errors were not measured, or the two were judged by different data.
         ConfigError: an unknown criterion.
@@ -224,7 +224,8 @@ def compare(run_a: Run, run_b: Run, folder: Path | str | None = None, criteria: 
     if folder is not None and (Path(folder) / runfolder.MANIFEST).exists():
         raise RunError(f"{folder}: holds a run, whose report would be lost -> choose another folder")
     above = os.path.commonpath((run_a.folder, run_b.folder))  # runs of two comparisons have the same names
-    return compare_arms({str(run.folder.relative_to(above)): [run] for run in (run_a, run_b)}, None, folder, criteria)
+    asked = {"speedup": None, **(criteria or {})}
+    return compare_arms({str(run.folder.relative_to(above)): [run] for run in (run_a, run_b)}, None, folder, asked)
 
 
 def compare_arms(
