@@ -20,7 +20,7 @@ import torch
 from keep import save
 
 from upsnb import overlays
-from upsnb.data.families import open_source
+from upsnb.data.source import open_source
 from upsnb.runs import handle, runfolder
 from upsnb.training import evaluation, metrics
 from upsnb.training.setup import load_model

@@ -69,9 +69,10 @@ class GenerateConfig(Section):
     """Data made here, in PDEBench's own file layout, when no files are named."""
 
     num_samples: PositiveInt = 128  # trajectories or coefficient fields
-    resolution: PositiveInt = 64  # grid points per axis
-    num_times: PositiveInt = 41  # saved times (ignored where the problem is static)
-    parameter: Quantity = 1.0  # the equation's parameter: advection speed beta, Darcy forcing beta
+    resolution: PositiveInt | None = None  # grid points per axis; empty: as the family's row says, docs/data.md
+    num_times: PositiveInt | None = None  # saved times (ignored where the problem is static); empty: the row's
+    parameter: Quantity | None = None  # the equation's parameter where it has one, like advection's speed beta
+    parameters: dict[str, Quantity] = {}  # several by name; those left out are the row's
     seed: Seed = 0  # seed of the generator, apart from training.seed
 
 
@@ -119,7 +120,7 @@ class DataConfig(Section):
             output_frames=4,
             augment=True,
         ),
-        "darcy": DatasetConfig(family="darcy2d", generate=GenerateConfig(num_samples=256, resolution=64), augment=True),
+        "darcy": DatasetConfig(family="darcy2d", generate=GenerateConfig(num_samples=256), augment=True),
     }
     split: SplitConfig = SplitConfig()
     residency: Literal["auto", "device", "workers"] = "auto"  # on the device, or read from HDF5 by workers

@@ -98,6 +98,16 @@ def contradictions(config) -> list[Problem]:
     )
     for name, dataset in datasets.items():
         family, frames = FAMILIES[dataset.family], (dataset.input_frames, dataset.output_frames)
+        made, known = dataset.generate, ", ".join(family.parameters)
+        require(
+            made.parameter is None or (len(family.parameters) == 1 and not made.parameters),
+            f"data.datasets.{name}.generate.parameter",
+            f"{family.name} has {known or 'none'}",
+            "leave it empty, and write parameters by name",
+        )
+        for other in set(made.parameters) - set(family.parameters):
+            found = f"{family.name} has no such parameter"
+            require(False, f"data.datasets.{name}.generate.parameters.{other}", found, f"it has {known or 'none'}")
         require(
             not dataset.augment or family.symmetries is not None,
             f"data.datasets.{name}.augment",

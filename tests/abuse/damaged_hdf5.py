@@ -6,7 +6,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from upsnb.data import generate
+from upsnb.data.families import FAMILIES
+from upsnb.data.generate import generate
 
 KEYS = {"advection1d": ("tensor", "x-coordinate", "t-coordinate"), "darcy2d": ("tensor", "nu", "x-coordinate")}
 
@@ -35,10 +36,9 @@ def damage(seed: int, path: Path) -> str:
 
 def _arrays(family: str, draw: random.Random, path: Path) -> dict:
     numbers = {"num_samples": draw.choice([1, 10, 20]), "seed": draw.randrange(9)}
-    if family == "advection1d":
-        generate.generate_advection(path, beta=0.4, resolution=draw.choice([8, 32]), num_times=13, **numbers)
-    else:
-        generate.generate_darcy(path, resolution=8, **numbers)
+    resolution = draw.choice([8, 32]) if family == "advection1d" else 8
+    parameters = {"beta": 0.4 if family == "advection1d" else 1.0}
+    generate(FAMILIES[family], path, parameters=parameters, resolution=resolution, num_times=13, **numbers)
     with h5py.File(path) as handle:
         return {key: values[()] for key, values in handle.items()}
 

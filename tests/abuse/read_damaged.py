@@ -21,7 +21,7 @@ def reader(kind: str):
 
         return overlays.load
     if kind == "hdf5":
-        from upsnb.data.families import open_source
+        from upsnb.data.source import open_source
 
         return lambda path: open_source(path.suffixes[0][1:], path).read_all()
     import torch

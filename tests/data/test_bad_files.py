@@ -9,8 +9,9 @@ from tiny_files import advection_arrays, darcy_arrays, write
 
 from upsnb.config import DatasetConfig
 from upsnb.data.datasets import find_files
-from upsnb.data.families import open_source
-from upsnb.data.generate import generate_advection
+from upsnb.data.families import FAMILIES
+from upsnb.data.generate import generate
+from upsnb.data.source import open_source
 from upsnb.errors import DataError
 
 MAKE = {"advection1d": advection_arrays, "darcy2d": darcy_arrays}
@@ -246,7 +247,7 @@ def test_a_real_file_of_burgers_flow_is_no_advection_whatever_it_is_called(share
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0, 7.0, -0.3])
 def test_generated_advection_moves_as_it_says(tmp_path, resolution, num_times, beta):
     for num_samples in (1, 20):
-        path = generate_advection(tmp_path / "a.h5", num_samples, beta, resolution, num_times)
+        path = generate(FAMILIES["advection1d"], tmp_path / "a.h5", num_samples, {"beta": beta}, resolution, num_times)
         assert open_source("advection1d", path).num_samples == num_samples
 
 

@@ -1,28 +1,38 @@
 """Generated files are laid out as the real ones, hold exact solutions, and appear whole or not at all."""
 
+import fcntl
+from dataclasses import replace
+
 import h5py
 import numpy as np
 import pytest
 import scipy.ndimage
 
-from upsnb.data import generate
-from upsnb.data.families import open_source
+from upsnb.data.families import FAMILIES
 from upsnb.data.generate import (
     advection_solution,
     draw_permeability,
     draw_waves,
-    generate_advection,
-    generate_darcy,
+    generate,
     initial_state,
     solve_darcy,
 )
+from upsnb.data.source import open_source
 from upsnb.errors import DataError
 
-SMALL = {
-    generate_advection: {"num_samples": 3, "beta": 0.4, "resolution": 32, "num_times": 6},
-    generate_darcy: {"num_samples": 3, "beta": 1.0, "resolution": 16},
-}
-both = pytest.mark.parametrize("make", SMALL, ids=lambda make: make.__name__)
+SMALL = {"advection1d": (32, 6), "darcy2d": (16, 2)}  # points, frames
+both = pytest.mark.parametrize("name", SMALL)
+
+
+def make(path, name, num_samples=3, **settings):
+    """A small file of a family."""
+    resolution, num_times = SMALL[name]
+    settings = {"resolution": resolution, "num_times": num_times} | settings
+    return generate(FAMILIES[name], path, num_samples, **settings)
+
+
+def advection(path, num_samples, beta, resolution, num_times, seed=0):
+    return generate(FAMILIES["advection1d"], path, num_samples, {"beta": beta}, resolution, num_times, seed)
 
 
 def _nrmse(found, expected):
@@ -35,16 +45,19 @@ def _nrmse(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("make", "file", "settings"),
+    ("name", "file", "resolution", "num_times"),
     [
-        (generate_advection, "1D_Advection_Sols_beta0.4.hdf5", {"beta": 0.4}),
-        (generate_advection, "1D_Advection_Sols_beta1.0.hdf5", {"beta": 1.0, "resolution": 1024, "num_times": 201}),
-        (generate_darcy, "2D_DarcyFlow_beta1.0_Train.hdf5", {"beta": 1.0}),
-        (generate_darcy, "2D_DarcyFlow_beta1.0_res128.hdf5", {"beta": 1.0, "resolution": 128}),
+        ("advection1d", "1D_Advection_Sols_beta0.4.hdf5", 256, 41),
+        ("advection1d", "1D_Advection_Sols_beta1.0.hdf5", 1024, 201),
+        ("darcy2d", "2D_DarcyFlow_beta1.0_Train.hdf5", 64, 1),
+        ("darcy2d", "2D_DarcyFlow_beta1.0_res128.hdf5", 128, 1),
     ],
 )
-def test_layout_equals_the_real_layout_key_by_key(shared_data, tmp_path, make, file, settings):
-    with h5py.File(shared_data / file) as real, h5py.File(make(tmp_path / file, 2, **settings)) as ours:
+def test_layout_equals_the_real_layout_key_by_key(shared_data, tmp_path, name, file, resolution, num_times):
+    with h5py.File(shared_data / file) as real:
+        beta = {"beta": real.attrs["beta"]}
+        made = generate(FAMILIES[name], tmp_path / file, 2, beta, resolution, num_times)
+    with h5py.File(shared_data / file) as real, h5py.File(made) as ours:
         assert sorted(ours) == sorted(real)
         for key in real:
             assert ours[key].dtype == real[key].dtype
@@ -61,20 +74,18 @@ def test_layout_equals_the_real_layout_key_by_key(shared_data, tmp_path, make, f
 
 
 @both
-def test_the_reader_serves_generated_files(tmp_path, make):
-    path = make(tmp_path / "new" / "folder" / "file.hdf5", **SMALL[make])
-    name = "advection1d" if make is generate_advection else "darcy2d"
-    source = open_source(name, path)
+def test_the_reader_serves_generated_files(tmp_path, name):
+    source = open_source(name, make(tmp_path / "new" / "folder" / "file.hdf5", name, parameters={"beta": 0.4}))
     source.read_all()
     assert source.num_samples == 3
-    assert source.parameters[0, 0] == pytest.approx(SMALL[make]["beta"])
+    assert source.parameters[0, 0] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.4, 1.0, 7.0, -2.0, 0.0])
 @pytest.mark.parametrize("resolution", [32, 256])
 def test_the_readers_speed_check_accepts_every_generated_file(tmp_path, beta, resolution):
     for seed in range(10):
-        open_source("advection1d", generate_advection(tmp_path / "a.h5", 1, beta, resolution, 41, seed=seed))
+        open_source("advection1d", advection(tmp_path / "a.h5", 1, beta, resolution, 41, seed))
 
 
 # --- advection ------------------------------------------------------------------------------------------------------
@@ -82,7 +93,7 @@ def test_the_readers_speed_check_accepts_every_generated_file(tmp_path, beta, re
 
 def test_frames_are_the_first_frame_moved_by_beta_t(tmp_path):
     resolution, beta = 64, 0.25
-    source = open_source("advection1d", generate_advection(tmp_path / "a.h5", 40, beta, resolution, 9, seed=5))
+    source = open_source("advection1d", advection(tmp_path / "a.h5", 40, beta, resolution, 9, seed=5))
     tensor = source.read_all()[0][:, :, 0]
     for frame, time in enumerate(source.times):  # beta t N is a whole number of cells here: no interpolation
         cells = beta * time * resolution
@@ -91,7 +102,7 @@ def test_frames_are_the_first_frame_moved_by_beta_t(tmp_path):
 
 
 def test_the_file_holds_the_exact_solution(tmp_path):
-    source = open_source("advection1d", generate_advection(tmp_path / "a.h5", 20, 0.7, 50, 11, seed=3))
+    source = open_source("advection1d", advection(tmp_path / "a.h5", 20, 0.7, 50, 11, seed=3))
     x, times = (np.arange(50) + 0.5) / 50, np.linspace(0, 2, 11)
     expected = advection_solution(draw_waves(3, np.arange(20)), 0.7, x, times)
     np.testing.assert_allclose(source.read_all()[0][:, :, 0], expected, atol=1e-6)
@@ -188,7 +199,7 @@ def test_pressure_is_proportional_to_beta_and_inverse_to_permeability():
 
 
 def test_the_file_holds_the_solutions_of_its_coefficients(tmp_path):
-    source = open_source("darcy2d", generate_darcy(tmp_path / "d.h5", 4, 0.1, 20, seed=9))
+    source = open_source("darcy2d", generate(FAMILIES["darcy2d"], tmp_path / "d.h5", 4, {"beta": 0.1}, 20, seed=9))
     inputs, targets = source.read_all()
     for nu, pressure in zip(inputs[:, 0, 0], targets[:, 0, 0], strict=True):
         np.testing.assert_allclose(pressure, solve_darcy(nu, 0.1), rtol=1e-5)
@@ -222,59 +233,98 @@ def test_permeability_resembles_the_real_one(shared_data):
 
 
 @both
-def test_a_seed_fixes_every_value_and_another_seed_changes_them(tmp_path, make):
+def test_a_seed_fixes_every_value_and_another_seed_changes_them(tmp_path, name):
     values = []
     for seed in (1, 1, 2):
-        with h5py.File(make(tmp_path / "a.h5", **SMALL[make], seed=seed)) as handle:
+        with h5py.File(make(tmp_path / "a.h5", name, seed=seed)) as handle:
             values.append(handle["tensor"][:])
     np.testing.assert_array_equal(values[0], values[1])
     assert (_nrmse(values[2], values[0]) > 0.01).all()
 
 
 @both
-def test_more_samples_begin_with_the_same_samples(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(generate, "_blocks", lambda n, size: ((i, i + 1) for i in range(n)))
-    with h5py.File(make(tmp_path / "few.h5", **SMALL[make])) as handle:
-        few = handle["tensor"][:]
-    monkeypatch.undo()
-    with h5py.File(make(tmp_path / "more.h5", **SMALL[make] | {"num_samples": 5})) as handle:
-        np.testing.assert_array_equal(handle["tensor"][:3], few)
+def test_more_samples_begin_with_the_same_samples(tmp_path, name):
+    few, more = (open_source(name, make(tmp_path / f"{n}.h5", name, n)).read_all()[1] for n in (3, 5))
+    np.testing.assert_array_equal(more[:3], few)
 
 
 @both
-def test_a_failure_halfway_leaves_the_old_file_and_no_rubbish(tmp_path, make):
-    path = make(tmp_path / "a.h5", **SMALL[make])
+def test_what_was_interrupted_goes_on_where_it_was_and_the_old_file_stays_until_then(tmp_path, name):
+    path, seen = make(tmp_path / "a.h5", name), []
     before = path.read_bytes()
 
     def stop(done, of):
         assert path.read_bytes() == before  # a reader during the work sees the old file, whole
-        raise KeyboardInterrupt
+        if done == 2:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make(path, **SMALL[make], seed=1, progress=stop)
-    assert [file.name for file in tmp_path.iterdir()] == ["a.h5"]
+        make(path, name, 4, seed=1, progress=stop)
     assert path.read_bytes() == before
+    make(path, name, 4, seed=1, progress=lambda done, of: seen.append(done))
+    assert seen == [3, 4]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.h5"]
+    at_once = make(tmp_path / "b.h5", name, 4, seed=1)
+    np.testing.assert_array_equal(open_source(name, path).read_all()[1], open_source(name, at_once).read_all()[1])
+
+
+@pytest.mark.parametrize("left", [b"", b"half", "another seed", "in use"])
+def test_what_cannot_be_gone_on_with_is_made_anew(tmp_path, left):
+    part, whole = tmp_path / ".a.h5.part", make(tmp_path / "b.h5", "darcy2d")
+
+    def stop(done, of):
+        raise KeyboardInterrupt
+
+    if isinstance(left, bytes):
+        part.write_bytes(left)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "a.h5", "darcy2d", seed=int(left == "another seed"), progress=stop)
+    with open(part) as held:
+        if left == "in use":
+            fcntl.flock(held, fcntl.LOCK_EX)  # as HDF5 does it, in another process
+        make(tmp_path / "a.h5", "darcy2d")
+    values = [open_source("darcy2d", path).read_all()[1] for path in (tmp_path / "a.h5", whole)]
+    np.testing.assert_array_equal(*values)
+
+
+def test_what_fails_leaves_nothing(tmp_path):
+    def solve(seed, samples, parameters, resolution, times):
+        yield {"u": np.full((len(times), resolution), np.nan)}
+
+    with pytest.raises(DataError, match=r"sample 0 is not finite -> "):
+        generate(replace(FAMILIES["advection1d"], solve=solve), tmp_path / "a.h5", 2)
+    assert not list(tmp_path.iterdir())
 
 
 @both
-def test_an_open_source_outlives_the_replacement_of_its_file(tmp_path, make):
-    path = make(tmp_path / "a.h5", **SMALL[make])
-    source = open_source("advection1d" if make is generate_advection else "darcy2d", path)
+def test_an_open_source_outlives_the_replacement_of_its_file(tmp_path, name):
+    path = make(tmp_path / "a.h5", name)
+    source = open_source(name, path)
     before = source.read([0])[1]
-    make(path, **SMALL[make], seed=1)
+    make(path, name, seed=1)
     np.testing.assert_array_equal(source.read([0])[1], before)
 
 
 @both
-def test_progress_ends_at_the_number_of_samples(tmp_path, make):
+def test_progress_ends_at_the_number_of_samples(tmp_path, name):
     seen = []
-    make(tmp_path / "a.h5", **SMALL[make], progress=lambda done, of: seen.append((done, of)))
+    make(tmp_path / "a.h5", name, progress=lambda done, of: seen.append((done, of)))
     assert seen[-1] == (3, 3)
 
 
 @both
-@pytest.mark.parametrize("setting", [{"num_samples": 0}, {"resolution": 1}, {"beta": np.nan}, {"num_samples": 2.0}])
-def test_impossible_settings_are_refused_before_a_file_appears(tmp_path, make, setting):
-    with pytest.raises(DataError, match=f"{next(iter(setting))} is .* -> expected"):
-        make(tmp_path / "a.h5", **SMALL[make] | setting)
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ({"num_samples": 0}, "num_samples is 0 -> expected"),
+        ({"num_samples": 2.0}, r"num_samples is 2\.0 -> expected"),
+        ({"resolution": 1}, "resolution is 1 -> expected"),
+        ({"parameters": {"beta": np.nan}}, "beta is nan -> expected"),
+        ({"parameters": {"Nu": 1.0}}, "has no 'Nu' -> its parameters are beta"),
+    ],
+)
+def test_impossible_settings_are_refused_before_a_file_appears(tmp_path, name, setting, found):
+    with pytest.raises(DataError, match=found):
+        make(tmp_path / "a.h5", name, **setting)
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from waiting import until
 
-from upsnb.data import generate
+from upsnb.data.families import FAMILIES
+from upsnb.data.generate import generate
 from upsnb.runs import handle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def parameters(tmp_path: Path, **data) -> Path:
 
 def truncated(path: Path) -> Path:
     """A PDEBench file whose download broke off."""
-    generate.generate_advection(path, num_samples=20, beta=0.4, resolution=32)
+    generate(FAMILIES["advection1d"], path, 20, {"beta": 0.4}, resolution=32)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     return path
 
@@ -114,7 +115,7 @@ def test_broken_file_fails_and_is_named(tmp_path, through):
 def test_failing_run_fails_the_notebook_with_its_cause_in_one_sentence(tmp_path):
     """The file is whole and its training split is fine: only the worker, which reads all of it, meets the NaN."""
     path = tmp_path / "data" / "1D_Advection_Sols_beta0.4.hdf5"
-    generate.generate_advection(path, num_samples=20, beta=0.4, resolution=32)
+    generate(FAMILIES["advection1d"], path, 20, {"beta": 0.4}, resolution=32)
     with h5py.File(path, "r+") as handle:
         handle["tensor"][0, 20] = np.nan  # the first samples are the test split
     done = execute("upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, files=[path.name]), "-o", tmp_path / "run")

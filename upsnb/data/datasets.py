@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from upsnb import hardware
-from upsnb.config import DatasetConfig, RunConfig
-from upsnb.data.families import FAMILIES, Family, Source, open_source, split_samples
+from upsnb.config import DatasetConfig, GenerateConfig, RunConfig
+from upsnb.data.families import FAMILIES
+from upsnb.data.generate import generate
+from upsnb.data.layouts import Family
+from upsnb.data.source import Source, open_source, split_samples
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import DataError
 
@@ -48,9 +51,8 @@ class Dataset:
     @property
     def num_bytes(self) -> int:
         """Bytes of all samples in float32 after reduction."""
-        family = self.family
-        channels = len(family.output_channels) + (0 if family.time_dependent else len(family.input_channels))
-        return 4 * self.source.num_samples * len(self.frames) * channels * int(np.prod(self.source.grid_shape))
+        values = len(self.frames) * self.family.stored_channels * math.prod(self.source.grid_shape)
+        return 4 * self.source.num_samples * values
 
     @cached_property
     def training_mean(self) -> np.ndarray:
@@ -94,13 +96,24 @@ def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
     return found
 
 
+def generated(config: DatasetConfig) -> GenerateConfig:
+    """How a dataset's data are made, with what its family's row adds."""
+    family, made = FAMILIES[config.family], config.generate
+    one = {} if made.parameter is None else dict.fromkeys(family.parameters, made.parameter)
+    added = {
+        "parameters": family.parameters | one | made.parameters,
+        "resolution": made.resolution or family.resolution,
+        "num_times": (made.num_times or family.num_times) if family.time_dependent else 1,
+    }
+    return made.model_copy(update=added)
+
+
 def generated_path(config: DatasetConfig, root: Path) -> Path:
     """Where the generated file of these settings lives: the name says all that its content depends on."""
-    family, made = FAMILIES[config.family], config.generate
-    times = f"_t{made.num_times}" if family.time_dependent else ""
-    parameter = f"{family.parameter_names[0]}{made.parameter:g}"
-    stem = f"{family.file_stem}_{parameter}_n{made.num_samples}_x{made.resolution}{times}_seed{made.seed}"
-    return root / "generated" / f"{stem}.hdf5"
+    family, made = FAMILIES[config.family], generated(config)
+    parts = [family.file_stem, *(f"{name}{value:g}" for name, value in made.parameters.items())]
+    parts += [f"n{made.num_samples}", f"x{made.resolution}", *([f"t{made.num_times}"] if family.time_dependent else [])]
+    return root / "generated" / f"{'_'.join(parts)}_seed{made.seed}.hdf5"
 
 
 def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
@@ -109,12 +122,11 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
     Raises:
         DataError: a sample is larger than this machine's memory, or the file than what is free of the disk.
     """
-    family, path, made = FAMILIES[config.family], generated_path(config, root), config.generate
+    family, path, made = FAMILIES[config.family], generated_path(config, root), generated(config)
     if config.files or path.is_file():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    frames = made.num_times if family.time_dependent else 1
-    sample = 4 * frames * made.resolution**family.num_dims
+    sample = 4 * made.num_times * len(family.channels) * made.resolution**family.num_dims
     room, free = hardware.host_memory_gib(), shutil.disk_usage(path.parent).free / 2**30
     for what, size, there in (
         ("one sample is made in", 2 * sample / 2**30, room),
@@ -126,9 +138,7 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
                 "num_times or num_samples of its `generate`"
             )
     log(f"generating {path.name}")
-    settings = {"resolution": made.resolution, "seed": made.seed}
-    settings |= {"num_times": made.num_times} if family.time_dependent else {}
-    family.generate(path, made.num_samples, made.parameter, **settings)
+    generate(family, path, made.num_samples, made.parameters, made.resolution, made.num_times, made.seed)
 
 
 def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> None:
@@ -207,10 +217,10 @@ def _spec(
         grid_shape=grid,
         periodic=family.periodic,
         input_channels=len(family.input_channels),
-        output_channels=len(family.output_channels),
+        output_channels=len(family.channels),
         input_frames=chosen.input_frames,
         output_frames=chosen.output_frames,
-        num_parameters=len(family.parameter_names),
+        num_parameters=len(family.parameters),
         time_dependent=family.time_dependent,
         dt=dt,
         tokens=chosen.tokens or config.latent.tokens,
@@ -275,13 +285,12 @@ def _outline(name: str, chosen: DatasetConfig, config: RunConfig, root: Path) ->
         source = open_source(chosen.family, files, reduction, reduction_t, chosen.num_samples)
         grid, num_samples, num_times = source.grid_shape, source.num_samples, source.num_times
     else:
-        made = chosen.generate
+        made = generated(chosen)
         grid = (-(-made.resolution // reduction),) * family.num_dims
         num_samples = min(made.num_samples, chosen.num_samples or made.num_samples)
-        num_times = -(-made.num_times // reduction_t) if family.time_dependent else 1
-    inputs, outputs, parameters = map(len, (family.input_channels, family.output_channels, family.parameter_names))
+        num_times = -(-made.num_times // reduction_t)
+    inputs, outputs, parameters = map(len, (family.input_channels, family.channels, family.parameters))
     unscaled = (((0.0,) * n, (1.0,) * n) for n in (inputs, outputs, parameters))  # no shape depends on statistics
     spec = _spec(name, config, grid, 1.0 if family.time_dependent else 0.0, *unscaled)
     frames = -(-num_times // config.training.time_stride)
-    channels = outputs + (0 if family.time_dependent else inputs)
-    return Outline(spec, 4 * num_samples * frames * channels * math.prod(grid))
+    return Outline(spec, 4 * num_samples * frames * family.stored_channels * math.prod(grid))

@@ -26,7 +26,7 @@ def download(family_name: str, which: str | float, root: str | os.PathLike, prog
         raise DataError(f"no download listed for {family_name!r}{hint} -> one of {listed}")
     file = next((file for file in files if which in (file.name, file.parameter)), None)
     if file is None:
-        (parameter,) = FAMILIES[family_name].parameter_names
+        parameter = next(iter(FAMILIES[family_name].parameters))
         known, names = (", ".join(parts) for parts in zip(*((f"{file.parameter:g}", file.name) for file in files)))
         raise DataError(f"no {family_name} file {which!r} -> a {parameter} of {known}, or one of {names}")
     path = Path(root) / file.name

@@ -1,4 +1,4 @@
-"""Data without a download: exact advection and steady Darcy flow, in files laid out exactly as PDEBench's."""
+"""Data without a download, in files laid out exactly as PDEBench's; exact advection and steady Darcy flow."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import yaml
 
+from upsnb.data.layouts import AXES, Family, Sample
 from upsnb.errors import DataError
 
 GENERATOR = "upsnb.data.generate"  # value of the attribute that tells these files from released ones
@@ -20,7 +22,6 @@ GENERATOR = "upsnb.data.generate"  # value of the attribute that tells these fil
 MAX_WAVENUMBER = 4
 CHANCE = 0.1
 WINDOW_START, WINDOW_WIDTH, WINDOW_SOFTNESS = (0.10, 0.135), 0.45, 0.01
-TIME_END = 2.0
 
 # Darcy permeability: a smooth random field cut at zero. Compared with 298 samples of PDEBench's generator: boundaries
 # crossed along a line 1.08 (1.13 there), autocorrelation 0.64 (0.65) at 1/8 and 0.31 (0.36) at 1/4 of the domain, share
@@ -80,36 +81,11 @@ def advection_solution(waves: Waves, beta: float, x: np.ndarray, times: np.ndarr
     return initial_state(waves, x[None, :] - beta * times[:, None])
 
 
-def generate_advection(
-    path: str | os.PathLike,
-    num_samples: int,
-    beta: float,
-    resolution: int = 256,
-    num_times: int = 41,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Write exact 1D advection solutions on cell centres, times 0..2, as one PDEBench file.
-
-    Args:
-        path: an existing file is replaced, at once, when the new one is complete.
-        beta: speed [domain lengths per unit time]; any sign.
-        progress: called with (samples done, of all).
-    """
-    _check(path, num_samples=(num_samples, 1), resolution=(resolution, 2), num_times=(num_times, 2))
-    if not np.isfinite(beta):
-        raise DataError(f"{path}: beta is {beta!r} -> expected a finite number")
+def solve_advection(seed: int, samples: range, parameters: dict, resolution: int, times) -> Iterator[Sample]:
+    """Exact 1D advection on cell centres; beta is the speed [domain lengths per unit time], of any sign."""
     x = (np.arange(resolution) + 0.5) / resolution
-    times = np.arange(num_times + 1) * (TIME_END / (num_times - 1))  # one more than saved, as in the released files
-    with _new_file(path, beta, seed) as handle:
-        handle["t-coordinate"], handle["x-coordinate"] = times.astype(np.float32), x.astype(np.float32)
-        tensor = handle.create_dataset("tensor", (num_samples, num_times, resolution), dtype=np.float32)
-        for start, stop in _blocks(num_samples, num_times * resolution):
-            waves = draw_waves(seed, np.arange(start, stop))
-            tensor[start:stop] = advection_solution(waves, beta, x, times[:-1])
-            if progress is not None:
-                progress(stop, num_samples)
-    return Path(path)
+    for sample in samples:
+        yield {"u": advection_solution(draw_waves(seed, [sample]), parameters["beta"], x, times)[0]}
 
 
 def draw_permeability(seed: int, sample: int, resolution: int) -> np.ndarray:
@@ -161,60 +137,195 @@ def solve_darcy(nu: np.ndarray, beta: float) -> np.ndarray:
     return factor.solve(np.full(n * n, beta / n**2)).reshape(n, n)
 
 
-def generate_darcy(
+def steady_darcy(seed: int, samples: range, parameters: dict, resolution: int, times) -> Iterator[Sample]:
+    """Steady 2D Darcy flows, nu in {0.1, 1}, and beta the constant forcing; unlike PDEBench's, relaxed."""
+    for sample in samples:
+        nu = draw_permeability(seed, sample, resolution)
+        yield {"nu": nu, "pressure": solve_darcy(nu, parameters["beta"])[None]}
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A file that is to be made."""
+
+    family: Family
+    num_samples: int
+    parameters: dict[str, float]
+    resolution: int  # grid points per axis
+    times: np.ndarray  # (T,) float64, saved ones
+    seed: int
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (self.resolution,) * self.family.num_dims
+
+    @property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        """Cell centres of every axis, float32."""
+        unit = (np.arange(self.resolution) + 0.5) / self.resolution
+        axes = zip(AXES, self.family.domain, strict=False)
+        return {axis: (low + (high - low) * unit).astype(np.float32) for axis, (low, high) in axes}
+
+    def __str__(self) -> str:
+        made = self.num_samples, self.parameters, self.resolution, len(self.times), self.seed
+        return f"{self.family.name} {made}"
+
+
+def generate(
+    family: Family,
     path: str | os.PathLike,
     num_samples: int,
-    beta: float = 1.0,
-    resolution: int = 64,
+    parameters: dict[str, float] | None = None,
+    resolution: int | None = None,
+    num_times: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write steady 2D Darcy flows, nu in {0.1, 1}, as one PDEBench file; unlike PDEBench's they are fully relaxed.
+    """Write solutions of a family's equation as one file of its layout, in float32.
 
     Args:
-        path: an existing file is replaced, at once, when the new one is complete.
-        beta: the constant forcing; pressure is proportional to it.
+        path: an existing file is replaced, at once, when the new one is complete. What a call has done that was
+            interrupted stays beside it, and the same call goes on from there.
+        parameters: those that are not the row's own.
+        resolution: grid points per axis; None: the row's, as for `num_times`.
         progress: called with (samples done, of all).
+
+    Raises:
+        DataError: impossible settings, or a solution that is not finite.
     """
-    _check(path, num_samples=(num_samples, 1), resolution=(resolution, 4))
-    if not (np.isfinite(beta) and beta != 0):
-        raise DataError(f"{path}: beta is {beta!r} -> expected a finite number other than 0 (the pressure would be 0)")
-    centres = ((np.arange(resolution) + 0.5) / resolution).astype(np.float32)
-    with _new_file(path, beta, seed) as handle:
-        handle["t-coordinate"], handle["x-coordinate"], handle["y-coordinate"] = DARCY_TIMES, centres, centres
-        all_nu = handle.create_dataset("nu", (num_samples, resolution, resolution), dtype=np.float32)
-        tensor = handle.create_dataset("tensor", (num_samples, 1, resolution, resolution), dtype=np.float32)
-        for sample in range(num_samples):
-            nu = draw_permeability(seed, sample, resolution)
-            all_nu[sample], tensor[sample, 0] = nu, solve_darcy(nu, beta)
+    path = Path(path)
+    resolution = family.resolution if resolution is None else resolution
+    num_times = family.num_times if num_times is None else num_times
+    parameters = {name: float(value) for name, value in {**family.parameters, **(parameters or {})}.items()}
+    frames = {"num_times": (num_times, 2)} if family.time_dependent else {}
+    _check(family, path, parameters, num_samples=(num_samples, 1), resolution=(resolution, 4), **frames)
+    times = np.linspace(*family.time_range, num_times) if family.time_dependent else np.zeros(1)
+    plan = Plan(family, num_samples, parameters, resolution, times, seed)
+    begin, add = WRITERS[family.layout]
+    with _unfinished(path, str(plan)) as handle:
+        if "done" not in handle.attrs:  # begun now
+            handle.attrs["generator"], handle.attrs["seed"] = GENERATOR, seed
+            begin(handle, plan)
+            handle.attrs["done"] = 0
+        done = int(handle.attrs["done"])
+        solutions = family.solve(seed, range(done, num_samples), parameters, resolution, times)
+        for sample, fields in enumerate(solutions, done):
+            if not all(np.isfinite(values).all() for values in fields.values()):
+                raise DataError(f"{path}: sample {sample} is not finite -> choose other parameters, or a finer grid")
+            add(handle, plan, sample, fields)
+            handle.attrs["done"] = sample + 1
+            handle.flush()  # else a killed process leaves nothing that can be read
             if progress is not None:
                 progress(sample + 1, num_samples)
-    return Path(path)
+        del handle.attrs["done"]
+    return path
+
+
+def _begin_single_array(handle: h5py.File, plan: Plan) -> None:
+    family, times = plan.family, plan.times
+    handle.attrs.update(plan.parameters)
+    # one time more than is saved, as in the released files; static ones carry the times of a relaxation
+    later = np.append(times, 2 * times[-1] - times[-2]).astype(np.float32) if family.time_dependent else DARCY_TIMES
+    handle["t-coordinate"] = later
+    for axis, centres in plan.coordinates.items():
+        handle[f"{axis}-coordinate"] = centres
+    for key in family.channels.values():
+        handle.create_dataset(key, (plan.num_samples, len(times), *plan.grid), np.float32)
+    for key in family.given.values():
+        handle.create_dataset(key, (plan.num_samples, *plan.grid), np.float32)
+
+
+def _add_to_single_array(handle: h5py.File, plan: Plan, sample: int, fields: Sample) -> None:
+    for channel, key in {**plan.family.channels, **plan.family.given}.items():
+        handle[key][sample] = fields[channel]
+
+
+def _begin_grouped(handle: h5py.File, plan: Plan) -> None:
+    """Nothing that samples share: each group has all of its own."""
+
+
+def _add_group(handle: h5py.File, plan: Plan, sample: int, fields: Sample) -> None:
+    """One group; entries of `fields` that are no channel are numbers of this sample's own."""
+    name, channels = f"{sample:04d}", plan.family.channels
+    if name in handle:  # begun by a call that was interrupted
+        del handle[name]
+    group = handle.create_group(name)
+    own = {key: float(value) for key, value in fields.items() if key not in channels}
+    told = {**plan.parameters, **own, "seed": plan.seed, "sample": sample}
+    group.attrs["config"] = yaml.safe_dump({"name": plan.family.name, "sim": told}, sort_keys=False)
+    data = np.stack([fields[channel] for channel in channels], axis=-1).astype(np.float32)
+    group.create_dataset("data", data=data, compression="lzf")
+    for axis, values in {**plan.coordinates, "t": plan.times.astype(np.float32)}.items():
+        group.create_dataset(f"grid/{axis}", data=values, compression="lzf")
+
+
+def _begin_many_arrays(handle: h5py.File, plan: Plan) -> None:
+    family, times = plan.family, plan.times
+    handle.attrs["config"] = yaml.safe_dump({**plan.parameters, "seed": plan.seed}, sort_keys=False)
+    handle.attrs["latestIndex"] = len(times) - 1
+    handle["t"] = np.tile(times.astype(np.float32), (plan.num_samples, 1))
+    for channels, frames in ((family.channels, (len(times),)), (family.given, ())):
+        for key in dict.fromkeys(channels.values()):
+            shape = (*frames, *plan.grid, list(channels.values()).count(key))
+            chunks = (1,) * (1 + len(frames)) + shape[len(frames) :]
+            handle.create_dataset(key, (plan.num_samples, *shape), np.float32, chunks=chunks, compression="lzf")
+
+
+def _add_to_many_arrays(handle: h5py.File, plan: Plan, sample: int, fields: Sample) -> None:
+    for channels in (plan.family.channels, plan.family.given):
+        for key in dict.fromkeys(channels.values()):
+            parts = [fields[channel] for channel, own in channels.items() if own == key]
+            handle[key][sample] = np.stack(parts, axis=-1)
+
+
+WRITERS = {  # how each layout is begun, and how it takes one sample
+    "single_array": (_begin_single_array, _add_to_single_array),
+    "grouped": (_begin_grouped, _add_group),
+    "many_arrays": (_begin_many_arrays, _add_to_many_arrays),
+}
 
 
 @contextmanager
-def _new_file(path: str | os.PathLike, beta: float, seed: int) -> Iterator[h5py.File]:
-    """Write beside the final path and rename when complete: a reader sees the old file, the new one or none."""
-    path = Path(path)
+def _unfinished(path: Path, plan: str) -> Iterator[h5py.File]:
+    """A file beside the final one, renamed when complete: a reader sees the old file, the new one or none.
+
+    What was interrupted stays, for the next call with the same plan; what failed does not.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.part")
     try:
-        with h5py.File(temporary, "w") as handle:
-            handle.attrs["beta"], handle.attrs["generator"], handle.attrs["seed"] = float(beta), GENERATOR, seed
+        handle = h5py.File(part, "a")
+        if handle.attrs.get("plan") != plan:  # nobody's, or of other settings
+            handle.close()
+            handle = h5py.File(part, "w")
+    except BlockingIOError:  # another process is making the same
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        handle = h5py.File(part, "w")
+    except OSError:  # killed while it was written
+        handle = h5py.File(part, "w")
+    handle.attrs["plan"] = plan
+    try:
+        with handle:
             yield handle
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            del handle.attrs["plan"]
+        os.replace(part, path)
+    except Exception:
+        part.unlink(missing_ok=True)
+        raise
 
 
-def _blocks(num_samples: int, sample_size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of samples of about a million values: float64 temporaries stay near 50 MB."""
-    block = max(1, 2**20 // sample_size)
-    for start in range(0, num_samples, block):
-        yield start, min(start + block, num_samples)
-
-
-def _check(path: str | os.PathLike, **settings: tuple[int, int]) -> None:
+def _check(family: Family, path: Path, parameters: dict[str, float], **settings: tuple[int, int]) -> None:
+    if family.solve is None:
+        raise DataError(f"{path}: {family.name} cannot be generated -> name its files")
     for name, (value, least) in settings.items():
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
             raise DataError(f"{path}: {name} is {value!r} -> expected a whole number of at least {least}")
+    for name, value in parameters.items():
+        if name not in family.parameters:
+            known = ", ".join(family.parameters) or "none"
+            raise DataError(f"{path}: {family.name} has no {name!r} -> its parameters are {known}")
+        if not np.isfinite(value):
+            raise DataError(f"{path}: {name} is {value!r} -> expected a finite number")

@@ -107,7 +107,7 @@ def _check_shape(spec: DatasetSpec, found: tuple[int, ...], x: Tensor, smallest:
 
 def _parameters(spec: DatasetSpec, given, count: int) -> Tensor:
     """(B, P) float32, one row a sample."""
-    names = ", ".join(FAMILIES[spec.family].parameter_names)
+    names = ", ".join(FAMILIES[spec.family].parameters)
     if given is None:
         if spec.num_parameters and (not spec.parameter_low or spec.parameter_low != spec.parameter_high):
             raise DataError(f"parameters: none was given, and training saw more than one value -> give {names}")
@@ -135,7 +135,7 @@ def _far_fields(spec: DatasetSpec, x: Tensor) -> list[str]:
 
 
 def _far_parameters(spec: DatasetSpec, values: Tensor) -> list[str]:
-    names, said = FAMILIES[spec.family].parameter_names, []
+    names, said = FAMILIES[spec.family].parameters, []
     for name, column, low, high in zip(names, values.T, spec.parameter_low, spec.parameter_high):
         rounding = 1e-5 * max(abs(low), abs(high))
         outside = column[(column < low - rounding) | (column > high + rounding)]

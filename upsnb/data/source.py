@@ -1,0 +1,280 @@
+"""Samples out of files: a lazy reader, and named splits. No torch in here."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from upsnb.data.families import FAMILIES
+from upsnb.data.layouts import AXES, BLOCK_BYTES, LAYOUTS, Family, Header, in_one_line, open_hdf5
+from upsnb.errors import MOST_LISTED, DataError
+
+CONVENTIONS = ("pdebench", "first", "last")
+
+
+@dataclass
+class Source:
+    """Samples of one family from one or several files, read on demand; fork and spawn safe, picklable."""
+
+    family: Family
+    files: tuple[Path, ...]
+    num_samples: int
+    num_times: int  # frames after reduction
+    grid_shape: tuple[int, ...]  # after reduction
+    parameters: np.ndarray  # (num_samples, P) float32
+    coordinates: tuple[np.ndarray, ...]  # 1-D float32, physical, after reduction, one per axis
+    times: np.ndarray  # (T,) float32, physical, after reduction
+    dt: float  # physical time between frames after reduction, 0 where static
+    file_of_sample: np.ndarray  # (num_samples,) int64
+    groups: tuple[tuple[str, ...], ...]  # of each grouped file, its samples
+    reduced_resolution: int
+    reduced_resolution_t: int
+    _handles: dict = field(default_factory=dict, repr=False, compare=False)  # (process id, file) -> h5py.File
+
+    def __getstate__(self):
+        return self.__dict__ | {"_handles": {}}
+
+    def close(self) -> None:
+        """Close this process's files; reading again opens them again."""
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    def _handle(self, index: int) -> h5py.File:
+        key = (os.getpid(), index)  # a forked worker opens its own
+        if key not in self._handles:
+            self._handles[key] = open_hdf5(self.files[index])
+        return self._handles[key]
+
+    def read(self, samples, times=slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Read some samples, in any order, and check that every value is finite.
+
+        Args:
+            samples: one index or (n,) integers into 0..num_samples-1.
+            times: slice or integers into the reduced frames.
+        Returns:
+            inputs (n, t, C_in, *grid), targets (n, t, C_out, *grid), float32, physical units. Where there is a time,
+            targets are the first channels of inputs, and given fields stand in every frame; nu and pressure with
+            t = 1 for Darcy.
+        """
+        samples = np.atleast_1d(np.asarray(samples))
+        if samples.ndim != 1 or (samples.size and samples.dtype.kind not in "iu"):
+            raise DataError(f"{self.family.name}: samples must be integers, got {samples.dtype} {samples.shape}")
+        if samples.size and not (samples.min() >= 0 and samples.max() < self.num_samples):
+            found = f"{samples.min()}..{samples.max()}"
+            raise DataError(f"{self.family.name}: samples {found} asked for -> only 0..{self.num_samples - 1} exist")
+        frames = np.atleast_1d(np.arange(self.num_times)[times]) * self.reduced_resolution_t
+        if frames.size == 0:
+            raise DataError(f"{self.family.name}: no frame in {times} -> there are {self.num_times} frames")
+        family = self.family
+        targets = self._read_keys(family.channels, samples, frames)
+        if not family.given:
+            return targets, targets
+        given = self._read_keys(family.given, samples, frames[:1])
+        if not family.time_dependent:
+            return given, targets
+        given = np.broadcast_to(given, (*targets.shape[:2], *given.shape[2:]))
+        inputs = np.concatenate((targets, given), axis=2)
+        return inputs, inputs[:, :, : targets.shape[2]]
+
+    def _read_keys(self, channels: Mapping[str, str], samples: np.ndarray, frames: np.ndarray) -> np.ndarray:
+        """(n, t, C, *grid) float32: runs of neighbouring samples are read at once."""
+        out = np.empty((len(samples), len(frames), len(channels), *self.grid_shape), dtype=np.float32)
+        first_of_file = np.searchsorted(self.file_of_sample, np.arange(len(self.files)))
+        raw = 4 * len(frames) * int(np.prod(self.grid_shape)) * self.reduced_resolution**self.family.num_dims
+        longest = max(1, BLOCK_BYTES // raw)
+        start = 0
+        while start < len(samples):
+            file = self.file_of_sample[samples[start]]
+            stop = start + 1
+            while (
+                stop < min(len(samples), start + longest)
+                and samples[stop] == samples[stop - 1] + 1
+                and self.file_of_sample[samples[stop]] == file
+            ):
+                stop += 1
+            low = int(samples[start] - first_of_file[file])
+            for key in dict.fromkeys(channels.values()):
+                places = [place for place, own in enumerate(channels.values()) if own == key]
+                where = slice(low, low + stop - start)
+                out[start:stop, :, places] = self._read_block(int(file), key, where, frames)
+            start = stop
+        return out
+
+    def _read_block(self, file: int, key: str, samples: slice, frames: np.ndarray) -> np.ndarray:
+        path, (_, read_block) = self.files[file], LAYOUTS[self.family.layout]
+        try:
+            block = read_block(self._handle(file), self.family, key, samples, frames, self.groups[file])
+        except Exception as error:  # whatever a damaged file runs into
+            found = f"samples {samples.start}..{samples.stop - 1} cannot be read ({in_one_line(error)})"
+            raise DataError(f"{path}: {key}: {found} -> truncated or damaged, download it again") from error
+        block = block[(..., *(slice(None, None, self.reduced_resolution),) * self.family.num_dims)]
+        with np.errstate(over="ignore"):  # a float64 value beyond float32 becomes inf and is reported below
+            block = block.astype(np.float32, copy=False)
+        finite = np.isfinite(block)
+        if not finite.all():
+            sample, frame = np.argwhere(~finite)[0][:2]
+            bad = np.flatnonzero(~finite.reshape(len(block), -1).all(axis=1)) + samples.start
+            raise DataError(
+                f"{path}: {key}: NaN or infinity in sample {samples.start + sample}, first at frame {frames[frame]}"
+                f" (samples of this block with any: {', '.join(map(str, bad[:10]))}{'...' if len(bad) > 10 else ''})"
+                " -> leave them out or download the file again"
+            )
+        return block
+
+    def read_all(self, progress: Callable[[int, int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Read everything, as `read` does, file by file; progress(samples done, of all)."""
+        family, block = self.family, max(1, -(-self.num_samples // 100))
+        shape = (self.num_samples, self.num_times)
+        inputs = np.empty((*shape, len(family.input_channels), *self.grid_shape), dtype=np.float32)
+        targets = inputs[:, :, : len(family.channels)]
+        if not family.time_dependent:
+            targets = np.empty((*shape, len(family.channels), *self.grid_shape), dtype=np.float32)
+        for start in range(0, self.num_samples, block):
+            stop = min(start + block, self.num_samples)
+            inputs[start:stop], some = self.read(np.arange(start, stop))
+            if not family.time_dependent:
+                targets[start:stop] = some
+            if progress is not None:
+                progress(stop, self.num_samples)
+        return inputs, targets
+
+
+def open_source(
+    family_name: str,
+    files: str | os.PathLike | Sequence[str | os.PathLike],
+    reduced_resolution: int = 1,
+    reduced_resolution_t: int = 1,
+    num_samples: int | None = None,
+) -> Source:
+    """Check the headers of all files, then return a Source; every problem is reported at once.
+
+    Args:
+        files: one or several files of one family: any parameters, but one grid and one set of times.
+        reduced_resolution: stride over every space axis, as PDEBench does it.
+        reduced_resolution_t: stride over saved frames.
+        num_samples: cap per file; None takes all.
+    """
+    if family_name not in FAMILIES:
+        raise DataError(f"unknown family {family_name!r} -> one of {', '.join(FAMILIES)}")
+    family = FAMILIES[family_name]
+    paths = [Path(files)] if isinstance(files, str | os.PathLike) else [Path(file) for file in files]
+    problems = [] if paths else [f"no files given for {family_name} -> name at least one"]
+    problems += [f"{path}: given twice -> its samples would be in training and test" for path in _repeated(paths)]
+    settings = {"reduced_resolution": reduced_resolution, "reduced_resolution_t": reduced_resolution_t}
+    for name, value in (settings | {"num_samples": 1 if num_samples is None else num_samples}).items():
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            problems.append(f"{name} is {value!r} -> expected a whole number of at least 1")
+    if problems:
+        raise _summary(family, problems)
+
+    headers = []
+    for path in paths:
+        try:
+            with open_hdf5(path) as handle:
+                header = LAYOUTS[family.layout][0](family, path, handle)
+                problems += family.check(header, handle) if family.check else []
+                problems += _reduction_problems(header, reduced_resolution, reduced_resolution_t)
+                headers.append(header)
+        except DataError as error:
+            problems.append(str(error))
+        except Exception as error:  # whatever a damaged file runs into
+            problems.append(f"{path}: cannot be read ({in_one_line(error)}) -> truncated or damaged, download it again")
+    for other in headers[1:]:
+        problems += _mismatch(headers[0], other)
+    if problems:
+        raise _summary(family, problems)
+
+    counts = [header.num_samples if num_samples is None else min(num_samples, header.num_samples) for header in headers]
+    coordinates = tuple(axis[::reduced_resolution].astype(np.float32) for axis in headers[0].coordinates)
+    times = headers[0].times[::reduced_resolution_t]
+    return Source(
+        family=family,
+        files=tuple(paths),
+        num_samples=sum(counts),
+        num_times=len(times),
+        grid_shape=tuple(len(axis) for axis in coordinates),
+        parameters=np.concatenate([header.parameters[:n] for header, n in zip(headers, counts, strict=True)]),
+        coordinates=coordinates,
+        times=times.astype(np.float32),
+        dt=float(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
+        file_of_sample=np.repeat(np.arange(len(paths)), counts),
+        groups=tuple(header.groups for header in headers),
+        reduced_resolution=int(reduced_resolution),
+        reduced_resolution_t=int(reduced_resolution_t),
+    )
+
+
+def _summary(family: Family, problems: list[str]) -> DataError:
+    noun = "problem" if len(problems) == 1 else "problems"
+    more = [f"and {len(problems) - MOST_LISTED} more"] if len(problems) > MOST_LISTED else []
+    return DataError("\n  ".join([f"{len(problems)} {noun} in {family.name} data", *problems[:MOST_LISTED], *more]))
+
+
+def _repeated(paths: list[Path]) -> list[Path]:
+    resolved = [path.resolve() for path in paths]
+    return [path for index, path in enumerate(paths) if resolved[index] in resolved[:index]]
+
+
+def _reduction_problems(header: Header, stride: int, stride_t: int) -> list[str]:
+    """A stride must leave two points on an axis and, where there is time, two frames."""
+    problems = []
+    for axis, values in zip(AXES, header.coordinates, strict=False):
+        if len(values[::stride]) < 2:
+            problems.append(
+                f"{header.path}: reduced_resolution {stride} is too large for {len(values)} points in {axis}"
+            )
+    if stride_t > 1 and len(header.times[::stride_t]) < 2:
+        problems.append(f"{header.path}: reduced_resolution_t {stride_t} is too large for {len(header.times)} frames")
+    return [f"{problem} -> choose a smaller one" for problem in problems]
+
+
+def _mismatch(first: Header, other: Header) -> list[str]:
+    """Files mixed in one source must share grid and times."""
+    pairs = [(axis, *pair) for axis, *pair in zip(AXES, first.coordinates, other.coordinates, strict=False)]
+    for axis, one, two in [*pairs, ("t", first.times, other.times)]:
+        if len(one) != len(two):
+            found = f"{len(one)} and {len(two)} points in {axis}"
+        elif not np.allclose(one, two, atol=1e-5):
+            found = f"{axis} from {one[0]:g} and from {two[0]:g}"
+        else:
+            continue
+        return [f"{first.path} and {other.path}: {found} -> mix only files of one grid and one set of times"]
+    return []
+
+
+def split_samples(
+    source: Source, convention: str, validation_fraction: float = 0.1, test_fraction: float = 0.1
+) -> dict[str, np.ndarray]:
+    """Split every file on its own, without randomness; validation lies between training and test.
+
+    Args:
+        convention: "pdebench" (test is where PDEBench's own loader of this layout takes it), "first" or "last".
+        validation_fraction: of each file's samples, rounded down; 0 gives no validation split.
+        test_fraction: of each file's samples, rounded down as PDEBench does.
+    Returns:
+        "train", "validation", "test": sorted int64 indices, disjoint, together all samples.
+    """
+    if convention not in CONVENTIONS:
+        raise DataError(f"unknown split convention {convention!r} -> one of {', '.join(CONVENTIONS)}")
+    side = source.family.pdebench_test_side if convention == "pdebench" else convention
+    parts: dict[str, list[np.ndarray]] = {"train": [], "validation": [], "test": []}
+    for index, path in enumerate(source.files):
+        samples = np.flatnonzero(source.file_of_sample == index)
+        fractions = {"validation": validation_fraction, "test": test_fraction}
+        sizes = {name: int(len(samples) * fraction + 1e-9) for name, fraction in fractions.items()}
+        sizes["train"] = len(samples) - sum(sizes.values())
+        for name, size in sizes.items():
+            if size < 1 and not (name == "validation" and validation_fraction == 0):
+                raise DataError(
+                    f"{path}: the {name} split would be empty: {len(samples)} samples, validation_fraction"
+                    f" {validation_fraction:g}, test_fraction {test_fraction:g} -> take more samples or other fractions"
+                )
+        from_test = samples if side == "first" else samples[::-1]
+        cuts = np.split(from_test, np.cumsum([sizes["test"], sizes["validation"]]))
+        for name, part in zip(("test", "validation", "train"), cuts, strict=True):
+            parts[name].append(np.sort(part))
+    return {name: np.concatenate(pieces).astype(np.int64) for name, pieces in parts.items()}
