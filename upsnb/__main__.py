@@ -106,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
         "OTHER",
     )
     compared.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="keep report and figures there")
+    data = command("data", "look into data files and audit them", lambda args: args.of_data(args))
+    of_data = data.add_subparsers(required=True, metavar="command")
+    for name, what, act in (
+        ("look", "print what an HDF5 file holds and which equation it is read as", commands.data_look),
+        ("check", "measure what a dataset can test: repeated samples, a look-up's score", commands.data_check),
+    ):
+        added = of_data.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        added.add_argument("files", nargs="+", type=Path, metavar="FILE", help="HDF5 files of one dataset")
+        added.set_defaults(of_data=lambda args, act=act: act(args.files))
     return parser
 
 

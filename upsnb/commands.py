@@ -1,4 +1,4 @@
-"""What the command line does with runs that are there, one function a command; a run is its folder or its name."""
+"""What the command line does with runs and files, one function a command; a run is its folder or its name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from upsnb import overlays
-from upsnb.errors import RunError
+from upsnb.errors import DataError, RunError
 from upsnb.overlays import as_typed
 from upsnb.runs import checkpoint_index, handle, runfolder
 from upsnb.runs.handle import Run
@@ -153,6 +153,34 @@ def compare(first: str, second: str, folder: Path | None) -> None:
         curves = figures.curves({name: [run] for name, run in zip(report["arms"], runs, strict=True)})
         drawn = {"quality": figures.quality(curves, report), "outcome": figures.outcome(report)}
         print(*(as_typed(save(figure, folder / FIGURES, name)) for name, figure in drawn.items()), sep="\n")
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def data_look(files: list[Path]) -> None:
+    """Print what files hold, and which families they can be read as."""
+    from upsnb.data import source
+
+    for path in files:
+        print(as_typed(path), *(f"  {line}" for line in source.contents(path)), sep="\n")
+        readable = [name for name, why in source.recognise([path]).items() if not why]
+        print(f"  is read as: {', '.join(readable) or 'none of the known families'}")
+
+
+def data_check(files: list[Path]) -> None:
+    """Print what was measured of a dataset and what stands against believing a score on it."""
+    from upsnb.data import audit, source
+
+    names = [name for name, why in source.recognise(files).items() if not why]
+    if len(names) != 1:
+        found = f"can be read as {' and '.join(names)}" if names else "are none of the known families"
+        raise DataError(f"{', '.join(map(as_typed, files))}: {found} -> look with: python -m upsnb data look FILE")
+    opened = source.open_source(names[0], files)
+    measured = audit.audit(opened, source.split_samples(opened, "pdebench"))
+    print(f"{names[0]}: {opened.num_samples} samples, {opened.num_times} frames, grid {opened.grid_shape}")
+    print(*(f"  {line}" for line in audit.table(measured)), sep="\n")
+    print(*(measured.findings or ["nothing stands against it"]), sep="\n")
 
 
 def _living(name: str) -> Run:

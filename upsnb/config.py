@@ -103,7 +103,9 @@ class DatasetConfig(Section):
 class SplitConfig(Section):
     """Which samples are trained on, selected on and reported on."""
 
-    convention: Literal["pdebench", "first", "last"] = "pdebench"  # where the test block lies (docs/data.md)
+    convention: Literal["pdebench", "first", "last", "distinct"] = (
+        "pdebench"  # where the test block lies (docs/data.md)
+    )
     validation_fraction: OpenFraction = 0.1  # share of samples for model selection
     test_fraction: OpenFraction = 0.1  # share of samples that is only reported on
 

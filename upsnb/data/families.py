@@ -7,7 +7,7 @@ elsewhere may be stale.
 import h5py
 import numpy as np
 
-from upsnb.data.generate import solve_advection, steady_darcy
+from upsnb.data.generate import solve_advection, solve_darcy, steady_darcy
 from upsnb.data.layouts import BLOCK_BYTES, Family, Header, RemoteFile
 
 MOST_MISFIT = 0.25  # of a frame, relative, that a speed leaves which explains it
@@ -97,6 +97,7 @@ FAMILIES: dict[str, Family] = {
             file_stem="2D_DarcyFlow",
             given_frames=1,
             solve=steady_darcy,
+            steady=lambda fields, beta: solve_darcy(fields[0], beta)[None],
             symmetries="square",
             priors=("boundary", "positivity"),
             zero_walls=True,

@@ -64,6 +64,8 @@ class Family:
     priors: tuple[str, ...] = ()  # the physics terms of the loss that hold (rules.PHYSICS_TERMS)
     zero_walls: bool = False  # outputs are zero in the ghost cells, half a cell outside the domain
     check: Callable[["Header", h5py.File], list[str]] | None = None  # what only the field values can tell
+    steady: Callable[..., np.ndarray] | None = None  # ((C, *grid) inputs, *parameters) -> what a relaxation tends to
+    mean_rate: tuple[str, Callable] | None = None  # (parameter, f): the mean over space grows by parameter <f(u)>
     remote: tuple["RemoteFile", ...] = ()  # published files
 
     @property

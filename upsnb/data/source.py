@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import h5py
@@ -10,9 +11,11 @@ import numpy as np
 
 from upsnb.data.families import FAMILIES
 from upsnb.data.layouts import AXES, BLOCK_BYTES, LAYOUTS, Family, Header, in_one_line, open_hdf5
-from upsnb.errors import MOST_LISTED, DataError
+from upsnb.errors import MOST_LISTED, DataError, shown
 
-CONVENTIONS = ("pdebench", "first", "last")
+CONVENTIONS = ("pdebench", "first", "last", "distinct")
+MOST_POINTS = 4096  # of one initial state, over all channels
+MOST_NAMED = 3  # files in one message
 
 
 @dataclass
@@ -208,6 +211,42 @@ def open_source(
     )
 
 
+def contents(path: Path) -> list[str]:
+    """The first datasets and attributes of an HDF5 file, a line each; links are not followed.
+
+    Raises:
+        DataError: no HDF5 file, or a damaged one.
+    """
+    lines: list[str] = []
+
+    def note(name: str, item) -> bool | None:
+        if isinstance(item, h5py.Dataset):
+            lines.append(f"{name}: {item.dtype} {item.shape}")
+        lines.extend(
+            f"{name or 'file'}: {key} = {shown(value)}" for key, value in islice(item.attrs.items(), MOST_LISTED)
+        )
+        return True if len(lines) >= MOST_LISTED else None  # stop there
+
+    with open_hdf5(path) as handle:
+        try:
+            note("", handle) or handle.visititems(note)
+        except Exception as error:  # whatever a damaged file runs into
+            raise DataError(f"{path}: cannot be read ({in_one_line(error)}) -> truncated or damaged") from error
+    return [*lines[:MOST_LISTED], *(["..."] if len(lines) >= MOST_LISTED else [])]
+
+
+def recognise(files: Sequence[str | os.PathLike]) -> dict[str, str]:
+    """Each family, and why files cannot be read as it; an empty text where they can."""
+    found = {}
+    for name in FAMILIES:
+        try:
+            open_source(name, files)
+            found[name] = ""
+        except DataError as error:
+            found[name] = str(error)
+    return found
+
+
 def _summary(family: Family, problems: list[str]) -> DataError:
     noun = "problem" if len(problems) == 1 else "problems"
     more = [f"and {len(problems) - MOST_LISTED} more"] if len(problems) > MOST_LISTED else []
@@ -252,7 +291,8 @@ def split_samples(
     """Split every file on its own, without randomness; validation lies between training and test.
 
     Args:
-        convention: "pdebench" (test is where PDEBench's own loader of this layout takes it), "first" or "last".
+        convention: "pdebench" (test is where PDEBench's own loader of this layout takes it), "first" or "last"; or
+            "distinct": where PDEBench takes it, out of all files at once, and samples that begin alike stay together.
         validation_fraction: of each file's samples, rounded down; 0 gives no validation split.
         test_fraction: of each file's samples, rounded down as PDEBench does.
     Returns:
@@ -260,21 +300,81 @@ def split_samples(
     """
     if convention not in CONVENTIONS:
         raise DataError(f"unknown split convention {convention!r} -> one of {', '.join(CONVENTIONS)}")
-    side = source.family.pdebench_test_side if convention == "pdebench" else convention
+    side = convention if convention in ("first", "last") else source.family.pdebench_test_side
+    wholes = [(path, np.flatnonzero(source.file_of_sample == index)) for index, path in enumerate(source.files)]
+    if convention == "distinct":
+        wholes = [(", ".join(map(str, source.files[:MOST_NAMED])), np.arange(source.num_samples))]
+        alike = first_alike(initial_states(source, wholes[0][1]))
     parts: dict[str, list[np.ndarray]] = {"train": [], "validation": [], "test": []}
-    for index, path in enumerate(source.files):
-        samples = np.flatnonzero(source.file_of_sample == index)
+    for where, samples in wholes:
         fractions = {"validation": validation_fraction, "test": test_fraction}
         sizes = {name: int(len(samples) * fraction + 1e-9) for name, fraction in fractions.items()}
-        sizes["train"] = len(samples) - sum(sizes.values())
-        for name, size in sizes.items():
-            if size < 1 and not (name == "validation" and validation_fraction == 0):
+        from_test = samples if side == "first" else samples[::-1]
+        ends = np.cumsum([sizes["test"], sizes["validation"]])
+        if convention == "distinct":
+            from_test, ends = _kept_together(from_test, alike, ends)
+        cuts = dict(zip(("test", "validation", "train"), np.split(from_test, ends), strict=True))
+        for name, part in cuts.items():
+            if len(part) < 1 and not (name == "validation" and validation_fraction == 0):
                 raise DataError(
-                    f"{path}: the {name} split would be empty: {len(samples)} samples, validation_fraction"
+                    f"{where}: the {name} split would be empty: {len(samples)} samples, validation_fraction"
                     f" {validation_fraction:g}, test_fraction {test_fraction:g} -> take more samples or other fractions"
                 )
-        from_test = samples if side == "first" else samples[::-1]
-        cuts = np.split(from_test, np.cumsum([sizes["test"], sizes["validation"]]))
-        for name, part in zip(("test", "validation", "train"), cuts, strict=True):
             parts[name].append(np.sort(part))
     return {name: np.concatenate(pieces).astype(np.int64) for name, pieces in parts.items()}
+
+
+def _kept_together(samples: np.ndarray, alike: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Samples in an order in which those that begin alike follow each other, and ends that no such row lies across."""
+    groups = alike[samples]
+    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+    order = np.argsort(first[group], kind="stable")
+    edges = np.flatnonzero(
+        np.diff(first[group][order], prepend=-1, append=-1)
+    )  # where a row of equals begins, and the end
+    return samples[order], [int(edges[edges >= end][0]) for end in ends]
+
+
+# -- initial states ----------------------------------------------------------------------------------------------------
+
+
+def initial_states(source: Source, samples: np.ndarray) -> np.ndarray:
+    """What a forecast starts from, (n, K) float32: the first frame on at most MOST_POINTS points, and the parameters.
+
+    Each channel has a mean square norm of 1 over these samples, each parameter a variance of 1 over the source: none is
+    lost beside another.
+    """
+    channels, stride = len(source.family.input_channels), 1
+    while channels * np.prod([-(-size // stride) for size in source.grid_shape]) > MOST_POINTS:
+        stride += 1
+    points = (slice(None), slice(None), *[slice(None, None, stride)] * len(source.grid_shape))
+    blocks = [samples[start : start + 32] for start in range(0, len(samples), 32)]
+    states = np.concatenate([source.read(block, [0])[0][:, 0][points] for block in blocks])
+    axes = (0, *range(2, states.ndim))
+    scale = np.sqrt(np.square(states, dtype=np.float64).mean(axis=axes) * states[0, 0].size)
+    states /= np.where(scale > 0, scale, 1).reshape(1, -1, *(1,) * (states.ndim - 2))
+    parameters, all_of_them = (source.parameters[chosen].astype(np.float64) for chosen in (samples, slice(None)))
+    spread = all_of_them.std(axis=0)
+    parameters = (parameters - all_of_them.mean(axis=0)) / np.where(spread > 0, spread, 1)
+    return np.concatenate([states.reshape(len(states), -1), parameters.astype(np.float32)], axis=1)
+
+
+def first_alike(states: np.ndarray) -> np.ndarray:
+    """Of each state the index of the first one that is equal to it but for float32's rounding, (n,) int64.
+
+    Compared in steps of 2^-20 of the largest value: neighbours across an edge count as two, which errs on the side of
+    calling samples different.
+    """
+    rounded = np.rint(states / (np.abs(states).max() or 1.0) * 2**20).astype(np.int32)
+    first: dict[bytes, int] = {}
+    return np.array([first.setdefault(row.tobytes(), number) for number, row in enumerate(rounded)], dtype=np.int64)
+
+
+def nearest_states(asked: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each state the index of the nearest known one, and their relative distance |a - b| / |a|."""
+    squares = np.square(known).sum(axis=1)
+    blocks = np.array_split(asked, -(-len(asked) // 32))
+    nearest = np.concatenate([(squares - 2 * block @ known.T).argmin(axis=1) for block in blocks])
+    # again without the cancellation of that formula, which in float32 hides all below 3e-4
+    distance = np.linalg.norm(asked - known[nearest], axis=1)
+    return nearest, distance / np.maximum(np.linalg.norm(asked, axis=1), 1e-30)

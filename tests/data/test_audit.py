@@ -1,0 +1,126 @@
+"""An audit finds by itself what a dataset cannot test, and nothing where there is nothing."""
+
+import h5py
+import numpy as np
+import pytest
+
+from upsnb import __main__ as command
+from upsnb.data import audit, generate, source
+from upsnb.data.families import FAMILIES
+from upsnb.errors import DataError
+from upsnb.training import metrics
+
+
+@pytest.fixture(scope="module")
+def waves(tmp_path_factory):
+    """A file of 60 advection samples."""
+    path = tmp_path_factory.mktemp("audit") / "1D_Advection_Sols_beta0.4.hdf5"
+    return generate.generate(FAMILIES["advection1d"], path, 60, {"beta": 0.4}, resolution=32, num_times=13)
+
+
+@pytest.fixture
+def repeated(waves, tmp_path):
+    """The same file, but its samples begin to repeat after 20 of them."""
+    path = tmp_path / waves.name
+    path.write_bytes(waves.read_bytes())
+    with h5py.File(path, "r+") as handle:
+        handle["tensor"][:] = handle["tensor"][:][np.arange(60) % 20]
+    return path
+
+
+def audited(path, convention="pdebench", family="advection1d"):
+    opened = source.open_source(family, path)
+    return audit.audit(opened, source.split_samples(opened, convention))
+
+
+def names(found: audit.Audit) -> list[str]:
+    return [finding.name for finding in found.findings]
+
+
+def test_nothing_is_found_where_nothing_is(waves):
+    found = audited(waves)
+    assert names(found) == [] and found.num_distinct == found.num_samples == 54
+    assert found.lookup_nrmse > 0.2 and found.persistence_nrmse > 0.2 and found.drift < audit.DRIFT
+
+
+def test_samples_that_repeat_are_counted_and_a_look_up_scores_nothing(repeated):
+    found = audited(repeated)
+    assert (found.num_distinct, found.test_seen, found.lookup_nrmse) == (20, 1.0, 0.0)
+    assert names(found) == ["the test split leaks", "samples repeat", "a look-up is enough"]
+
+
+def test_a_distinct_split_keeps_what_begins_alike_on_one_side(repeated):
+    opened = source.open_source("advection1d", repeated)
+    splits = source.split_samples(opened, "distinct")
+    assert sorted(np.concatenate(list(splits.values()))) == list(range(60))
+    seen = [{sample % 20 for sample in part} for part in splits.values()]
+    assert all(seen) and not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
+    assert {0, 1} <= seen[2], "PDEBench tests on the first samples of these files"
+    assert audited(repeated, "distinct").test_seen == 0
+
+
+def test_where_all_differ_distinct_is_the_split_of_pdebench(waves):
+    opened = source.open_source("advection1d", waves)
+    one, other = (source.split_samples(opened, convention) for convention in ("pdebench", "distinct"))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_no_distinct_split_of_a_single_state(waves, tmp_path):
+    path = tmp_path / waves.name
+    path.write_bytes(waves.read_bytes())
+    with h5py.File(path, "r+") as handle:
+        handle["tensor"][:] = handle["tensor"][:1]
+    with pytest.raises(DataError, match="the validation split would be empty"):
+        source.split_samples(source.open_source("advection1d", path), "distinct")
+
+
+@pytest.mark.parametrize(("dimensions", "linear"), [(1, 2), (2, 4)])
+def test_dimensions_of_a_curve_and_of_a_torus(dimensions, linear):
+    """Both lie in 30 linear dimensions, rotated, of which they fill two a circle."""
+    random = np.random.default_rng(0)
+    angles = random.uniform(0, 2 * np.pi, size=(400, dimensions))
+    circles = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    states = (circles @ np.linalg.qr(random.normal(size=(30, linear)))[0].T).astype(np.float32)
+    assert audit.linear_dimensions(states) == linear
+    assert audit.intrinsic_dimensions(states) == pytest.approx(dimensions, rel=0.25)
+
+
+def test_the_nearest_state_is_found_in_spite_of_float32(waves):
+    known = np.random.default_rng(0).normal(size=(50, 4000)).astype(np.float32)
+    nearest, distance = source.nearest_states(known[[7, 30]] * np.float32(1 + 1e-7), known)
+    assert nearest.tolist() == [7, 30] and distance.max() < audit.SAME
+
+
+def test_errors_are_those_of_the_reports(waves):
+    import torch
+
+    random = np.random.default_rng(0)
+    forecast, truth = random.normal(size=(2, 3, 4, 2, 16)).astype(np.float32)
+    statistics = metrics.sample_statistics(torch.from_numpy(forecast), torch.from_numpy(truth))
+    np.testing.assert_allclose(audit.nrmse(forecast, truth), metrics.nrmse_per_sample(statistics), rtol=1e-5)
+
+
+def test_darcy_of_pdebench_is_found_to_be_no_steady_state(shared_data):
+    found = audited(shared_data / "2D_DarcyFlow_beta1.0_Train.hdf5", family="darcy2d")
+    assert names(found) == ["not steady"] and 0.02 < found.steady_nrmse < 0.05
+
+
+def test_generated_darcy_is_steady(tmp_path):
+    path = generate.generate(FAMILIES["darcy2d"], tmp_path / "2D_DarcyFlow_beta1.0.hdf5", 20, {}, resolution=16)
+    assert audited(path, family="darcy2d").steady_nrmse < 1e-6
+
+
+def test_check_prints_what_was_found_and_look_what_is_there(repeated, capsys):
+    assert command.main(["data", "check", str(repeated)]) == command.OK
+    printed = capsys.readouterr().out
+    assert "the test split leaks: 6 of 6 test samples" in printed and "data.split.convention: distinct" in printed
+    assert command.main(["data", "look", str(repeated)]) == command.OK
+    printed = capsys.readouterr().out
+    assert "tensor: float32 (60, 13, 32)" in printed and "is read as: advection1d" in printed
+
+
+def test_a_file_that_is_none_is_refused_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "a.hdf5").write_text("<html>")
+    for act in ("look", "check"):
+        assert command.main(["data", act, str(tmp_path / "a.hdf5")]) == command.REFUSED
+        assert "Traceback" not in (said := capsys.readouterr().err) and "a.hdf5" in said

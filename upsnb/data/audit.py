@@ -1,0 +1,231 @@
+"""What a dataset can test, and what it cannot: samples that occur twice, few dimensions, a look-up that scores.
+
+Everything is measured on a bounded number of samples and points, so that a file of many GiB takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from upsnb.data.source import Source, first_alike, initial_states, nearest_states
+
+MOST_SAMPLES = 10_000  # of which initial states are read
+MOST_TESTED = 256  # test samples whose trajectories are read
+BLOCK = 32  # trajectories read at a time
+
+SAME = 1e-6  # relative distance of initial states that are one and the same in float32
+NEAR = 1e-2  # and of those that no model tells apart at the accuracy that it reaches
+EASY_LOOKUP = 0.02  # nRMSE of a look-up, below which a good score says little
+FEW_DIMENSIONS = 2.5
+EXPLAINED = 0.999  # share of the variance that linear dimensions have to explain
+DRIFT = 1e-2  # of a conserved mean, over the spread of the field
+UNSTEADY = 1e-3  # nRMSE of the steady solution
+OFF = 0.05  # of a coefficient, relative
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a score on this dataset does not show."""
+
+    name: str
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.found} -> {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was measured of a dataset and its splits; None where it means nothing or there was too little."""
+
+    num_samples: int  # looked at
+    num_distinct: int  # initial states, with their parameters, that differ
+    test_seen: float  # share of test samples that begin as a training sample does
+    test_near: float  # or nearly so
+    linear_dimensions: int  # that explain 99.9 % of the variance of initial states
+    dimensions: float | None  # of the set they lie on (Facco et al. 2017)
+    lookup_nrmse: float  # mean over test samples: the trajectory of the nearest training sample as the forecast
+    lookup_nrmse_median: float
+    persistence_nrmse: float | None
+    drift: float | None  # of each channel's mean over space, largest, over the channel's spread
+    steady_nrmse: float | None  # of the equation's steady solution, for steady families
+    coefficients: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # name: (said, fitted)
+    findings: tuple[Finding, ...] = ()
+
+
+def audit(source: Source, splits: Mapping[str, np.ndarray]) -> Audit:
+    """Measure what a dataset can test.
+
+    Args:
+        splits: "train" and "test": sample indices.
+    """
+    family = source.family
+    train, test = (_thinned(splits[name], most) for name, most in (("train", MOST_SAMPLES), ("test", MOST_TESTED)))
+    both = initial_states(source, np.concatenate([train, test]))
+    known, asked = np.split(both, [len(train)])
+    nearest, distance = nearest_states(asked, known)
+    different = np.unique(first_alike(both))
+    lookup, persisted = _lookup(source, test, train[nearest])
+    measured = {
+        "num_samples": len(both),
+        "num_distinct": len(different),
+        "test_seen": float(np.mean(distance <= SAME)),
+        "test_near": float(np.mean(distance <= NEAR)),
+        "linear_dimensions": linear_dimensions(both),
+        "dimensions": intrinsic_dimensions(both[different]),
+        "lookup_nrmse": float(np.mean(lookup)),
+        "lookup_nrmse_median": float(np.median(lookup)),
+        "persistence_nrmse": float(np.mean(persisted)) if persisted is not None else None,
+        "drift": _drift(source, test) if "conservation" in family.priors else None,
+        "steady_nrmse": _steady_nrmse(source, test) if family.steady else None,
+        "coefficients": _coefficients(source, test) if family.mean_rate else {},
+    }
+    return Audit(**measured, findings=tuple(_findings(measured, len(test))))
+
+
+# -- initial states ------------------------------------------------------------------------------------------------
+
+
+def _thinned(samples: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of them, evenly from all over."""
+    count = min(len(samples), most)
+    return np.asarray(samples)[np.arange(count) * len(samples) // max(count, 1)]
+
+
+def linear_dimensions(states: np.ndarray, most: int = 512) -> int:
+    """How many principal components explain EXPLAINED of the variance, of at most so many states."""
+    chosen = _thinned(np.arange(len(states)), most)
+    centred = states[chosen].astype(np.float64) - states[chosen].mean(axis=0, dtype=np.float64)
+    variance = np.linalg.eigvalsh(centred @ centred.T)[::-1].clip(min=0)
+    if variance.sum() <= 1e-12 * np.square(states[chosen], dtype=np.float64).sum():
+        return 0
+    return int(np.searchsorted(np.cumsum(variance) / variance.sum(), EXPLAINED)) + 1
+
+
+def intrinsic_dimensions(states: np.ndarray, most: int = 1024) -> float | None:
+    """Dimension of the set that states lie on, from the ratio of distances to the two nearest of each.
+
+    E. Facco et al., Sci. Rep. 7, 12140 (2017), by maximum likelihood; of the largest tenth of the ratios only their
+    number counts. None of fewer than 10 different states.
+    """
+    chosen = states[_thinned(np.arange(len(states)), most)].astype(np.float64)
+    if len(chosen) < 10:
+        return None
+    squares = np.square(chosen).sum(axis=1)
+    distances = squares[:, None] + squares - 2 * chosen @ chosen.T
+    np.fill_diagonal(distances, np.inf)
+    first, second = np.sqrt(np.partition(distances, 1, axis=1)[:, :2].clip(min=1e-24)).T
+    ratios = np.sort(np.log(second / first))[: int(0.9 * len(chosen))]
+    total = ratios.sum() + (len(chosen) - len(ratios)) * ratios[-1]
+    return float(len(ratios) / total) if total > 0 else None
+
+
+# -- trajectories ---------------------------------------------------------------------------------------------------
+
+
+def _lookup(source: Source, test: np.ndarray, twins: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """nRMSE of each test sample with its twin as the forecast, and of its last given frame held; (n,) each."""
+    scores, held = [], []
+    for start in range(0, len(test), BLOCK):
+        truth, twin = (source.read(chosen[start : start + BLOCK])[1] for chosen in (test, twins))
+        given = min(source.family.given_frames, truth.shape[1] - 1)
+        if source.family.time_dependent:
+            held.append(nrmse(np.broadcast_to(truth[:, given - 1 : given], truth[:, given:].shape), truth[:, given:]))
+            truth, twin = truth[:, given:], twin[:, given:]
+        scores.append(nrmse(twin, truth))
+    return np.concatenate(scores), np.concatenate(held) if held else None
+
+
+def nrmse(forecast: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """PDEBench's nRMSE of each sample: mean over frames and channels of |e| / |y|, norms over space. (n, t, C, ...)."""
+    axes = tuple(range(3, truth.ndim))
+    error = np.sqrt(np.square(forecast - truth, dtype=np.float64).sum(axis=axes))
+    size = np.sqrt(np.square(truth, dtype=np.float64).sum(axis=axes))
+    return (error / np.maximum(size, 1e-30)).mean(axis=(1, 2))
+
+
+def _drift(source: Source, test: np.ndarray) -> float:
+    """How far a channel's mean over space moves in time, at most, over the channel's spread."""
+    fields = source.read(test[:BLOCK])[1].astype(np.float64)
+    space = tuple(range(3, fields.ndim))
+    means = fields.mean(axis=space)
+    spread = fields.std(axis=(0, 1, *space))
+    return float((np.abs(means - means[:, :1]).max(axis=(0, 1)) / np.maximum(spread, 1e-30)).max())
+
+
+def _steady_nrmse(source: Source, test: np.ndarray) -> float:
+    """nRMSE of the steady solution on a few samples: 0 where the stored fields are steady."""
+    chosen = test[:16]
+    inputs, targets = source.read(chosen)
+    solved = [source.family.steady(fields, *row) for fields, row in zip(inputs[:, 0], source.parameters[chosen])]
+    return float(nrmse(np.stack(solved)[:, None], targets).mean())
+
+
+def _coefficients(source: Source, test: np.ndarray) -> dict[str, tuple[float, float]]:
+    """A coefficient as the file says, and as it follows from d<u>/dt = coefficient <f(u)> between frames."""
+    name, rate = source.family.mean_rate
+    fields = source.read(test[:BLOCK])[1].astype(np.float64)
+    space = tuple(range(2, fields.ndim))
+    means, rates = fields.mean(axis=space), rate(fields).mean(axis=space)
+    change = np.diff(means, axis=1)
+    integral = 0.5 * (rates[:, 1:] + rates[:, :-1]) * np.diff(source.times.astype(np.float64))
+    said = float(source.parameters[test, list(source.family.parameters).index(name)].mean())
+    return {name: (said, float((change * integral).sum() / np.square(integral).sum()))}
+
+
+# -- in words ------------------------------------------------------------------------------------------------------
+
+
+def table(measured: Audit) -> list[str]:
+    """What was measured, a line each."""
+    seen, near = f"{measured.test_seen:.1%}", f"{measured.test_near:.1%}"
+    dimensions = "-" if measured.dimensions is None else f"{measured.dimensions:.1f}"
+    lines = [
+        f"different initial states: {measured.num_distinct} of {measured.num_samples}",
+        f"test samples that begin as a training sample does: {seen}, within {NEAR:.0%}: {near}",
+        f"dimensions of initial states: {measured.linear_dimensions} linear, {dimensions} of their set",
+        f"nRMSE of the nearest training sample: {measured.lookup_nrmse:.3g}, median {measured.lookup_nrmse_median:.3g}",
+    ]
+    more = {
+        "nRMSE of persistence": measured.persistence_nrmse,
+        "largest move of a conserved mean, over the field's spread": measured.drift,
+        "nRMSE of the steady solution": measured.steady_nrmse,
+    }
+    lines += [f"{what}: {value:.3g}" for what, value in more.items() if value is not None]
+    return lines + [
+        f"{name}: {said:g} by name, {fitted:.3g} by the fields"
+        for name, (said, fitted) in measured.coefficients.items()
+    ]
+
+
+def _findings(measured: dict, num_test: int):
+    seen, near = (round(measured[name] * num_test) for name in ("test_seen", "test_near"))
+    if seen:
+        found = f"{seen} of {num_test} test samples begin as a training sample does"
+        yield Finding("the test split leaks", found, "data.split.convention: distinct, or other data")
+    elif near > 0.1 * num_test:
+        found = f"{near} of {num_test} test samples begin within {NEAR:.0%} of a training sample"
+        yield Finding("the test split is close", found, "look at the look-up's score before believing a model's")
+    if measured["num_distinct"] < measured["num_samples"]:
+        found = f"{measured['num_distinct']} different initial states in {measured['num_samples']} samples"
+        yield Finding("samples repeat", found, "count the distinct ones, and split by them")
+    if measured["dimensions"] is not None and measured["dimensions"] < FEW_DIMENSIONS:
+        found = f"initial states lie on a set of about {measured['dimensions']:.1f} dimensions"
+        yield Finding("few dimensions", found, "a table of samples solves this; vary more in the initial states")
+    if measured["lookup_nrmse"] < EASY_LOOKUP:
+        found = f"the nearest training sample scores an nRMSE of {measured['lookup_nrmse']:.2g}"
+        yield Finding("a look-up is enough", found, "report it beside the model's, and generate data that vary more")
+    if measured["drift"] is not None and measured["drift"] > DRIFT:
+        found = f"a mean over space moves by {measured['drift']:.1%} of the field's spread"
+        yield Finding("not conserved", found, "do not train with lambda_conservation")
+    if measured["steady_nrmse"] is not None and measured["steady_nrmse"] > UNSTEADY:
+        found = f"the steady solution itself scores an nRMSE of {measured['steady_nrmse']:.2g}"
+        yield Finding("not steady", found, "look at the median: from the inputs alone no mean can be much better")
+    for name, (said, fitted) in measured["coefficients"].items():
+        if abs(fitted - said) > OFF * abs(said):
+            found = f"{name} is {said:g} by name, and {fitted:.3g} by the fields"
+            yield Finding("another coefficient", found, "judge physics terms and other solvers by the fitted one")
