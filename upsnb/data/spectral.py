@@ -1,0 +1,238 @@
+"""Reaction-diffusion, Kuramoto-Sivashinsky and Kolmogorov flow on Fourier or cosine modes, in float64.
+
+Each equation is a function of states, parameters and times, for many samples at once; times are equally spaced and
+begin with the states' own. The `solve_` functions draw the states and are what families generate files with.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from upsnb.data.generate import draw_waves, initial_state
+
+BLOCK_VALUES = 2**22  # of frames that are in memory at once, 32 MiB
+CIRCLE = np.exp(1j * np.pi * (np.arange(32) + 0.5) / 32)  # upper half: the operators are real, the lower is its mirror
+RANGE_GRID = 4096  # points on which a wave's range is found: the same at every resolution
+FORCING = 4  # waves of Kolmogorov flow's force
+
+# Chaos forgets its first state on its own: a random one is left to itself on one grid, whatever the file's, so that a
+# sample is the same at every resolution. Flows that begin at the attractor's vorticity are steady by then.
+BURN_IN = {"grid": 128, "time": 100.0, "step": 0.2}
+FLOW_BURN_IN = {"grid": 32, "time": 10.0, "step": 0.05}
+FLOW_VORTICITY = 3.5  # its root mean square
+
+
+def etdrk4(linear: np.ndarray, step: float, nonlinear: Callable) -> Callable:
+    """A function that advances modes of u' = linear u + nonlinear(u) by a step, to fourth order (Cox & Matthews 2002).
+
+    The linear part is exact, so stiff decay does not limit the step. Coefficients are means over a circle around each
+    eigenvalue, because their formulas cancel near zero (Kassam & Trefethen 2005).
+
+    Args:
+        linear: real eigenvalues [per unit time], broadcastable to the modes.
+    """
+    z = step * linear[..., None] + CIRCLE
+    exp = np.exp(z)
+
+    def mean(values):
+        return step * values.mean(axis=-1).real
+
+    whole, half = np.exp(step * linear), np.exp(step * linear / 2)
+    inner = mean((np.exp(z / 2) - 1) / z)
+    first = mean((-4 - z + exp * (4 - 3 * z + z**2)) / z**3)
+    middle = 2 * mean((2 + z + exp * (z - 2)) / z**3)
+    last = mean((-4 - 3 * z - z**2 + exp * (4 - z)) / z**3)
+
+    def advance(modes):
+        slope = nonlinear(modes)
+        a = half * modes + inner * slope
+        slope_a = nonlinear(a)
+        slope_b = nonlinear(half * modes + inner * slope_a)
+        slope_c = nonlinear(half * a + inner * (2 * slope_b - slope))
+        return whole * modes + first * slope + middle * (slope_a + slope_b) + last * slope_c
+
+    return advance
+
+
+def _march(state, times: np.ndarray, longest_step: float, method: Callable) -> list:
+    """The state at each of the times; `method(step)` gives the function that advances it by a step."""
+    interval = float(times[1] - times[0])
+    num_steps = math.ceil(interval / longest_step - 1e-6)
+    advance, states = method(interval / num_steps), [state]
+    for _ in times[1:]:
+        for _ in range(num_steps):
+            state = advance(state)
+        states.append(state)
+    return states
+
+
+def _blocks(samples: range, num_values: int) -> Iterator[range]:
+    """Runs of samples of so many values each that fit in memory."""
+    size = max(1, BLOCK_VALUES // num_values)
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def resample(fields: np.ndarray, resolution: int) -> np.ndarray:
+    """Periodic fields on the cell centres of another grid along their last axis, exact for the waves that it holds."""
+    num_points = fields.shape[-1]
+    wavenumbers = np.arange(num_points // 2 + 1)
+    moved = np.fft.rfft(fields) * np.exp(1j * np.pi * wavenumbers * (1 / resolution - 1 / num_points))
+    return np.fft.irfft(moved, resolution) * (resolution / num_points)
+
+
+def resample_square(fields: np.ndarray, resolution: int) -> np.ndarray:
+    """As `resample`, along the last two axes."""
+    return resample(resample(fields, resolution).swapaxes(-1, -2), resolution).swapaxes(-1, -2)
+
+
+# --- one dimension ----------------------------------------------------------------------------------------------------
+
+
+def reaction_diffusion_states(seed: int, samples: np.ndarray, resolution: int) -> np.ndarray:
+    """Advection's waves scaled to [0, 1], on cell centres: (n, N) float64."""
+    waves = draw_waves(seed, samples)
+    fine = initial_state(waves, np.arange(RANGE_GRID) / RANGE_GRID)
+    low, high = fine.min(axis=1, keepdims=True), fine.max(axis=1, keepdims=True)
+    return np.clip((initial_state(waves, (np.arange(resolution) + 0.5) / resolution) - low) / (high - low), 0, 1)
+
+
+def reaction_diffusion(states, nu, rho, times, longest_step=5e-4):
+    """u_t = nu u_xx + rho u (1 - u), period 1, second order in time (Strang): (n, N) to (n, T, N).
+
+    Each half is exact: the logistic curve in every point, decay of every Fourier mode. Without them a step keeps
+    neither the bounds [0, 1] nor the rate rho.
+    """
+    num_points = states.shape[-1]
+    wavenumbers = 2 * np.pi * np.arange(num_points // 2 + 1)
+
+    def method(step):
+        decay, growth = np.exp(-nu * wavenumbers**2 * step), np.expm1(rho * step / 2)
+
+        def react(u):
+            return u * (1 + growth) / (1 + growth * u)
+
+        return lambda u: react(np.fft.irfft(decay * np.fft.rfft(react(u)), num_points))
+
+    return np.stack(_march(states, times, longest_step, method), axis=1)
+
+
+def solve_reaction_diffusion(seed, samples, parameters, resolution, times):
+    """1D reaction-diffusion of waves; parameters Nu and rho."""
+    for block in _blocks(samples, len(times) * resolution):
+        states = reaction_diffusion_states(seed, block, resolution)
+        for fields in reaction_diffusion(states, parameters["Nu"], parameters["rho"], times):
+            yield {"u": fields}
+
+
+def kuramoto_sivashinsky(states, length, nu, times, longest_step=0.1):
+    """u_t + u u_x + u_xx + nu u_xxxx = 0 with period `length`: (n, N) to (n, T, N)."""
+    num_points = states.shape[-1]
+    wavenumbers = 2 * np.pi / length * np.arange(num_points // 2 + 1)
+    half_slope = -0.5j * wavenumbers * (np.arange(num_points // 2 + 1) < num_points / 3)  # 2/3 rule: no aliasing
+
+    def nonlinear(modes):
+        return half_slope * np.fft.rfft(np.fft.irfft(modes, num_points) ** 2)
+
+    linear = wavenumbers**2 - nu * wavenumbers**4
+    modes = _march(np.fft.rfft(states), times, longest_step, lambda step: etdrk4(linear, step, nonlinear))
+    return np.fft.irfft(np.stack(modes, axis=1), num_points)
+
+
+def solve_kuramoto_sivashinsky(seed, samples, parameters, resolution, times):
+    """Kuramoto-Sivashinsky on its attractor, period 64, mean zero; parameter nu."""
+    grid, end, step = BURN_IN.values()
+    for block in _blocks(samples, len(times) * max(resolution, grid)):
+        modes = np.zeros((len(block), grid // 2 + 1), dtype=np.complex128)
+        for row, sample in zip(modes, block, strict=True):
+            row[1:9] = grid / 8 * np.random.default_rng([seed, sample]).normal(size=(8, 2)) @ [1, 1j]
+        states = np.fft.irfft(modes, grid)
+        states = kuramoto_sivashinsky(states, 64.0, parameters["nu"], np.array([0, end]), step)[:, -1]
+        # A coarser grid does not carry the equation (64 points: 2 % in 0.8): it is solved here and sampled.
+        states = resample(states, max(resolution, grid))
+        for fields in kuramoto_sivashinsky(states, 64.0, parameters["nu"], times):
+            yield {"u": resample(fields, resolution)}
+
+
+# --- two dimensions ---------------------------------------------------------------------------------------------------
+
+
+def wall_eigenvalues(num_points: int) -> np.ndarray:
+    """Of the second derivative between walls 2 apart without flow through them: (N,)."""
+    return -((np.pi / 2 * np.arange(num_points)) ** 2)
+
+
+def fitzhugh_nagumo(states, diffusivities, k, times, longest_step=0.025):
+    """Activator u and inhibitor v on (-1, 1)^2 without flow through the walls: (n, 2, N, N) to (n, T, 2, N, N).
+
+    u_t = Du lap u + u - u^3 - k - v, v_t = Dv lap v + u - v, on cosines that have their nodes on cell centres.
+
+    Args:
+        diffusivities: Du, Dv.
+    """
+    import scipy.fft  # here, because it takes a while and whoever reads a config would wait for it
+
+    bend = wall_eigenvalues(states.shape[-1])
+    linear = np.asarray(diffusivities, dtype=np.float64)[:, None, None] * (bend[:, None] + bend)
+
+    def to_modes(fields):
+        return scipy.fft.dctn(fields, axes=(-2, -1))
+
+    def nonlinear(modes):
+        u, v = np.moveaxis(scipy.fft.idctn(modes, axes=(-2, -1)), 1, 0)
+        return to_modes(np.stack([u - u * u * u - k - v, u - v], axis=1))
+
+    modes = _march(to_modes(states), times, longest_step, lambda step: etdrk4(linear, step, nonlinear))
+    return scipy.fft.idctn(np.stack(modes, axis=1), axes=(-2, -1))
+
+
+def solve_fitzhugh_nagumo(seed, samples, parameters, resolution, times):
+    """2D reaction-diffusion out of noise, normal in each cell of the file; parameters Du, Dv and k."""
+    for block in _blocks(samples, 2 * len(times) * resolution**2):
+        states = [np.random.default_rng([seed, sample]).normal(size=(2, resolution, resolution)) for sample in block]
+        diffusivities = parameters["Du"], parameters["Dv"]
+        for fields in fitzhugh_nagumo(np.stack(states), diffusivities, parameters["k"], times):
+            yield {"u": fields[:, 0], "v": fields[:, 1]}
+
+
+def kolmogorov_flow(states, nu, drag, forcing, times, longest_step=0.05):
+    """Vorticity w on (0, 2 pi)^2, periodic, pushed along x by sin(forcing y): (n, N, N) to (n, T, N, N).
+
+    w_t + div(velocity w) = nu lap w - drag w - forcing cos(forcing y); forcing 0 is the flow left to itself.
+    """
+    num_points = states.shape[-1]
+    kx = np.fft.fftfreq(num_points, 1 / num_points)[:, None]
+    ky = np.arange(num_points // 2 + 1)
+    squares = kx**2 + ky**2
+    kept = (np.abs(kx) < num_points / 3) & (ky < num_points / 3)  # 2/3 rule: no aliasing
+    to_stream = np.where(squares > 0, 1 / np.maximum(squares, 1), 0)
+    y = 2 * np.pi / num_points * (np.arange(num_points) + 0.5)
+    push = -forcing * np.fft.rfft2(np.broadcast_to(np.cos(forcing * y), (num_points,) * 2))
+
+    # With velocity (u, v) the curl of div(velocity velocity) needs uv and v^2 - u^2 alone: 4 transforms and not 5.
+    def nonlinear(modes):
+        stream = to_stream * modes
+        u, v = np.fft.irfft2(1j * ky * stream, (num_points,) * 2), np.fft.irfft2(-1j * kx * stream, (num_points,) * 2)
+        cross, difference = np.fft.rfft2(u * v), np.fft.rfft2(v * v - u * u)
+        return kept * ((kx**2 - ky**2) * cross + kx * ky * difference) + push
+
+    linear = -nu * squares - drag
+    modes = _march(kept * np.fft.rfft2(states), times, longest_step, lambda step: etdrk4(linear, step, nonlinear))
+    return np.fft.irfft2(np.stack(modes, axis=1), (num_points,) * 2)
+
+
+def solve_kolmogorov_flow(seed, samples, parameters, resolution, times):
+    """Kolmogorov flow that has settled, as vorticity; parameters nu and drag."""
+    grid, end, step = FLOW_BURN_IN.values()
+    constants = parameters["nu"], parameters["drag"], FORCING
+    wavenumbers = np.hypot(np.fft.fftfreq(grid, 1 / grid)[:, None], np.arange(grid // 2 + 1))
+    envelope = np.where(wavenumbers > 0, np.exp(-((wavenumbers / FORCING) ** 2)), 0)
+    finer = 2 * math.ceil(resolution * 5 / 8)  # the 2/3 rule's loss of waves costs 1e-3 in 0.2 at 64 points, 2e-4 here
+    for block in _blocks(samples, len(times) * finer**2):
+        noise = np.stack([np.random.default_rng([seed, sample]).normal(size=(grid, grid)) for sample in block])
+        states = np.fft.irfft2(envelope * np.fft.rfft2(noise), (grid, grid))
+        states *= FLOW_VORTICITY / states.std(axis=(1, 2), keepdims=True)
+        states = kolmogorov_flow(states, *constants, np.array([0, end]), step)[:, -1]
+        for fields in kolmogorov_flow(resample_square(states, finer), *constants, times):
+            yield {"vorticity": resample_square(fields, resolution)}
