@@ -109,7 +109,7 @@ def contradictions(config) -> list[Problem]:
             found = f"{family.name} has no such parameter"
             require(False, f"data.datasets.{name}.generate.parameters.{other}", found, f"it has {known or 'none'}")
         require(
-            not dataset.augment or family.symmetries is not None,
+            not dataset.augment or bool(family.symmetries),
             f"data.datasets.{name}.augment",
             f"no symmetry of {family.name} is known",
             "set it to false",
@@ -164,9 +164,10 @@ def contradictions(config) -> list[Problem]:
         "set operator.decoder: cross_attention or operator.encoder: patch",
     )
     require(
-        not config.evaluation.symmetry_average or any(FAMILIES[name].symmetries == "square" for name in families),
+        not config.evaluation.symmetry_average
+        or any("turn" in row.symmetries and not row.time_dependent for row in map(FAMILIES.get, families)),
         "evaluation.symmetry_average",
-        "averages over the square's symmetries, and no dataset is a square problem",
+        "averages over the turns of a static problem's box, and no dataset has any",
         "set it to false",
     )
     problems += [problem for _, clash, problem in CONFLICTS if clash(config)]

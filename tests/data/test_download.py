@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from upsnb.data import download as module
 from upsnb.data.download import download
 from upsnb.data.families import FAMILIES
-from upsnb.data.layouts import RemoteFile
+from upsnb.data.published import PUBLISHED, RemoteFile
 from upsnb.errors import DataError
 
 CONTENT = b"not really HDF5" * 1000
@@ -45,13 +44,13 @@ def served(monkeypatch):
 
 def _list(monkeypatch, id=7, content=CONTENT, size_gib=0.0):
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    listed = replace(FAMILIES["advection1d"], remote=(RemoteFile(NAME, id, md5, 0.4, size_gib),))
-    monkeypatch.setitem(FAMILIES, "advection1d", listed)
+    monkeypatch.setitem(PUBLISHED, "advection1d", [RemoteFile(NAME, id, md5, size_gib)])
 
 
 def test_the_table_is_well_formed():
-    files = [file for family in FAMILIES.values() for file in family.remote]
-    assert len({file.id for file in files}) == len({file.md5 for file in files}) == len(files) == 13
+    files = [file for files in PUBLISHED.values() for file in files]
+    assert PUBLISHED.keys() <= FAMILIES.keys()
+    assert len({file.id for file in files}) == len({file.md5 for file in files}) == len(files) > 50
     assert all(len(file.md5) == 32 and int(file.md5, 16) for file in files)
 
 
@@ -93,7 +92,15 @@ def test_too_little_disk_is_said_before_the_download(served, tmp_path, monkeypat
     assert not served
 
 
-@pytest.mark.parametrize(("family", "which"), [("burgers1d", 0.4), ("darcy2d", 0.4), ("darcy2d", NAME)])
+@pytest.mark.parametrize(
+    ("family", "which"), [("heat1d", 0.4), ("darcy2d", 0.4), ("darcy2d", NAME), ("reacdiff1d", 0.5)]
+)
 def test_unknown_files_are_refused_with_the_known_ones(tmp_path, family, which):
     with pytest.raises(DataError, match="one of"):
         download(family, which, tmp_path)
+
+
+def test_a_parameter_names_a_file_if_it_is_the_only_one(monkeypatch, tmp_path):
+    (tmp_path / "1D_Burgers_Sols_Nu1.0.hdf5").touch()
+    with pytest.raises(DataError, match=r"Nu1\.0\.hdf5: exists but is not"):
+        download("burgers1d", 1.0, tmp_path)

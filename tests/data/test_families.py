@@ -63,6 +63,42 @@ def test_real_files_read_as_plain_strided_arrays(shared_data, name, file, stride
     assert targets.shape == (source.num_samples, source.num_times, 1, *source.grid_shape)
 
 
+def _plain(handle: h5py.File, channel: str, key: str, place: int, given: bool) -> np.ndarray:
+    """(n, T, *grid) of one channel, with no more than its layout known."""
+    if key in handle:
+        values = handle[key][()]
+        many = "velocity" in handle
+        return (values[:, None] if given else values)[..., place] if many else values[:, None] if given else values
+    return np.stack([handle[name][key][..., place] for name in sorted(handle)])
+
+
+def test_every_real_file_reads_as_plain_strided_arrays_of_its_channels(real_file):
+    name, path = real_file
+    stride, stride_t = 2, 1 if name == "darcy2d" else 5
+    source = open_source(name, path, stride, stride_t)
+    inputs, targets = source.read(np.arange(source.num_samples))
+    family, seen = source.family, {}
+    assert inputs.shape[2] == len(family.input_channels) and targets.shape[2] == len(family.channels)
+    with h5py.File(path) as handle:
+        for side, channels, given in ((targets, family.channels, False), (inputs, family.given, True)):
+            first = side.shape[2] - len(channels)
+            for number, (channel, key) in enumerate(channels.items()):
+                seen[key] = seen.get(key, -1) + 1
+                values = _plain(handle, channel, key, seen[key], given)[:, ::stride_t]
+                values = values[(..., *(slice(None, None, stride),) * family.num_dims)]
+                found = side[:, :, first + number]
+                np.testing.assert_array_equal(found, np.broadcast_to(values, found.shape))
+    assert np.isfinite(source.parameters).all() and source.parameters.shape[1] == len(family.parameters)
+
+
+def test_a_real_file_opens_as_no_other_family(real_file):
+    name, path = real_file
+    for other in FAMILIES:
+        if other != name:
+            with pytest.raises(DataError, match="->"):
+                open_source(other, path)
+
+
 def test_official_resolution_reduces_to_the_small_files_grid_and_times(shared_data):
     reduced = open_source("advection1d", shared_data / "1D_Advection_Sols_beta1.0.hdf5", 4, 5)
     small = open_source("advection1d", shared_data / "1D_Advection_Sols_beta0.4.hdf5")
@@ -235,7 +271,7 @@ def test_an_unknown_convention_is_refused(advection):
 
 
 def test_an_unknown_family_is_refused(advection):
-    with pytest.raises(DataError, match="advection1d, darcy2d"):
+    with pytest.raises(DataError, match="one of advection1d, .*darcy2d"):
         open_source("advection", advection)
 
 

@@ -335,12 +335,12 @@ def test_a_published_gas_follows_from_its_first_frame(shared_data, file, viscosi
 
 FILES = {  # family: a published file, points and frames of it
     "burgers1d": ("1D_Burgers_Sols_Nu0.01.hdf5", 256, 41),
-    "compressible1d": ("1D_CFD_Rand_Eta0.01_Zeta0.01_periodic_Train.hdf5", 128, 101),
-    "compressible2d": ("2D_CFD_Rand_M0.1_Eta0.01_Zeta0.01_periodic_48_Train.hdf5", 48, 21),
-    "compressible3d": ("3D_CFD_Rand_M1.0_Eta1e-08_Zeta1e-08_periodic_Train.hdf5", 12, 21),
-    "shallow_water2d": ("2D_rdb_NA_NA.h5", 32, 26),
+    "cfd1d": ("1D_CFD_Rand_Eta0.01_Zeta0.01_periodic_Train.hdf5", 128, 101),
+    "cfd2d": ("2D_CFD_Rand_M0.1_Eta0.01_Zeta0.01_periodic_48_Train.hdf5", 48, 21),
+    "cfd3d": ("3D_CFD_Rand_M1.0_Eta1e-08_Zeta1e-08_periodic_Train.hdf5", 12, 21),
+    "shallowwater2d": ("2D_rdb_NA_NA.h5", 32, 26),
 }
-SMALL = {"burgers1d": 16, "compressible1d": 16, "compressible2d": 8, "compressible3d": 4, "shallow_water2d": 12}
+SMALL = {"burgers1d": 16, "cfd1d": 16, "cfd2d": 8, "cfd3d": 4, "shallowwater2d": 12}
 
 
 def _told(handle) -> dict[str, tuple]:

@@ -34,9 +34,8 @@ HEAT = replace(
     given_frames=2,
     solve=solve_heat,
     file_stem="1D_Heat_Sols",
-    symmetries=None,
+    symmetries=(),
     check=None,
-    remote=(),
 )
 
 
@@ -75,7 +74,7 @@ def test_its_memory_is_predicted_before_there_is_data(heat_config, tmp_path):
 @pytest.mark.parametrize(
     ("overlay", "problem"),
     [
-        ({"training.lambda_positivity": 0.1}, "training.lambda_positivity: acts on darcy2d, "),
+        ({"training.lambda_positivity": 0.1}, "training.lambda_positivity: acts on .*darcy2d.* only"),
         ({"data.datasets.heat.augment": True}, "data.datasets.heat.augment: no symmetry of heat1d is known"),
         ({"data.datasets.heat.family": "heat2d"}, "choose 'advection1d' or .* or 'heat1d'"),
     ],

@@ -10,7 +10,7 @@ import torch
 from waiting import LONGEST_S
 
 from upsnb.config import EvaluationConfig
-from upsnb.data.symmetries import invert_square, transform_square
+from upsnb.data.symmetries import turn
 from upsnb.training import evaluation, metrics, parallel
 from upsnb.training.evaluation import evaluate, spread
 from upsnb.training.parallel import Ranks
@@ -228,8 +228,10 @@ def test_an_averaged_forecast_is_equivariant(setup):
         plain = evaluation.predict(setup.model, dataset, inputs, parameters)
         for element in range(8):
             elements = np.full(len(inputs), element)
-            image = evaluation.predict(setup.model, dataset, transform_square(inputs, elements), parameters, True)
-            torch.testing.assert_close(invert_square(image, elements), forecast, atol=1e-4, rtol=1e-4)
+            turned = turn(dataset.family, inputs, ("nu",), elements)
+            image = evaluation.predict(setup.model, dataset, turned, parameters, True)
+            back = turn(dataset.family, image, ("pressure",), elements, back=True)
+            torch.testing.assert_close(back, forecast, atol=1e-4, rtol=1e-4)
     assert (plain - forecast).abs().max() > 1e-3  # and the model alone is not
 
 

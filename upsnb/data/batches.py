@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from upsnb import hardware
 from upsnb.config import RunConfig
+from upsnb.data import symmetries
 from upsnb.data.datasets import Dataset
-from upsnb.data.symmetries import GROUPS
 from upsnb.errors import DataError
 from upsnb.spans import COPY, span
 
@@ -133,7 +133,8 @@ class PairReader(torch.utils.data.Dataset):
                 source.read(sample, dataset.frames[first : first + length])[0] for sample, first in microbatch.pairs
             ]
             frames = torch.from_numpy(np.concatenate(windows))
-            inputs, targets = frames[:, : spec.input_frames], frames[:, spec.input_frames :].contiguous()
+            inputs = frames[:, : spec.input_frames]
+            targets = frames[:, spec.input_frames :, : spec.output_channels].contiguous()
         parameters = torch.from_numpy(source.parameters[samples])
         return Batch(microbatch.dataset, inputs.contiguous(), targets, parameters, microbatch.seed)
 
@@ -164,7 +165,7 @@ class ResidentPairs:
         return Batch(
             microbatch.dataset,
             frames[:, : spec.input_frames],
-            frames[:, spec.input_frames :],
+            frames[:, spec.input_frames :, : spec.output_channels],
             parameters[samples],
             microbatch.seed,
         )
@@ -216,8 +217,8 @@ class Loader:
         for microbatch, batch in zip(microbatches, self._read(microbatches), strict=True):
             dataset = self.datasets[batch.dataset]
             if dataset.augment:
-                draw = GROUPS[dataset.family.symmetries].draw
-                batch.inputs, batch.targets = draw((batch.inputs, batch.targets), microbatch.draws)
+                pair = batch.inputs, batch.targets
+                batch.inputs, batch.targets = symmetries.images(dataset.family, *pair, microbatch.draws)
             yield batch
 
     def peek(self) -> list[Batch]:

@@ -1,10 +1,12 @@
 """Official PDEBench files from DaRUS, checked against their published MD5. Needs the network, and disk space."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from upsnb.data.families import FAMILIES
+from upsnb.data.published import PUBLISHED
 from upsnb.errors import DataError
 
 URL = "https://darus.uni-stuttgart.de/api/access/datafile/{id}"
@@ -14,21 +16,23 @@ def download(family_name: str, which: str | float, root: str | os.PathLike, prog
     """Fetch one official file into `root`, unless it is already there and intact.
 
     Args:
-        which: the file's name, or its beta.
+        which: the file's name, or the value of the family's first parameter, if one file alone has it.
         progressbar: show one; needs tqdm.
     Returns:
         Path of the file; it appears under its name only when complete and its MD5 is right.
     """
-    files = FAMILIES[family_name].remote if family_name in FAMILIES else ()
-    if not files:
+    files = PUBLISHED.get(family_name)
+    if files is None:
         hint = "" if family_name in FAMILIES else " (nor a known family)"
-        listed = ", ".join(name for name, family in FAMILIES.items() if family.remote)
-        raise DataError(f"no download listed for {family_name!r}{hint} -> one of {listed}")
-    file = next((file for file in files if which in (file.name, file.parameter)), None)
-    if file is None:
-        parameter = next(iter(FAMILIES[family_name].parameters))
-        known, names = (", ".join(parts) for parts in zip(*((f"{file.parameter:g}", file.name) for file in files)))
-        raise DataError(f"no {family_name} file {which!r} -> a {parameter} of {known}, or one of {names}")
+        raise DataError(f"no download listed for {family_name!r}{hint} -> one of {', '.join(PUBLISHED)}")
+    names = {file.name: file for file in files}
+    if (name := which) not in names:
+        first = next(iter(FAMILIES[family_name].parameters), "")
+        called = [name for name in names if re.search(rf"{first}{which}(?=[._]\D)", name, re.IGNORECASE)]
+        if first == "" or len(called) != 1:
+            raise DataError(f"no {family_name} file {which!r} -> one of {', '.join(names)}")
+        (name,) = called
+    file = names[name]
     path = Path(root) / file.name
     import pooch  # here, as only downloading needs it and its requests take a while to import
 

@@ -1,8 +1,4 @@
-"""PDEBench families, one table row each. No torch in here.
-
-Ids and MD5 of published files are from pdebench/data_download/pdebench_data_urls.csv of the PDEBench repository; ids
-elsewhere may be stale.
-"""
+"""PDEBench's eleven families and two of our own, one table row each. No torch in here."""
 
 from functools import partial
 
@@ -11,7 +7,7 @@ import numpy as np
 
 from upsnb.data.finite_volumes import solve_burgers, solve_dams, solve_gas
 from upsnb.data.generate import solve_advection, solve_darcy, steady_darcy
-from upsnb.data.layouts import BLOCK_BYTES, Family, Header, RemoteFile
+from upsnb.data.layouts import BLOCK_BYTES, Family, Header
 
 MOST_MISFIT = 0.25  # of a frame, relative, that a speed leaves which explains it
 
@@ -57,23 +53,26 @@ def _check_advection_speed(header: Header, handle: h5py.File) -> list[str]:
     return [f"{header.path}: tensor: {found} -> {remedy}"]
 
 
-def _gas(dims: int, resolution: int, num_times: int) -> Family:
-    """The row of compressible flow in a periodic box."""
-    return Family(
-        name=f"compressible{dims}d",
-        title=f"{dims}D compressible flow",
-        layout="single_array",
-        num_dims=dims,
-        channels={name: name for name in ("density", "pressure", *("Vx", "Vy", "Vz")[:dims])},
-        periodic=(True,) * dims,
-        domain=((-1.0, 1.0),) if dims == 1 else ((0.0, 1.0),) * dims,
-        time_range=(0.0, 1.0),
-        parameters={"eta": 0.01, "zeta": 0.01} | ({} if dims == 1 else {"M": {2: 0.1, 3: 1.0}[dims]}),
-        file_stem=f"{dims}D_CFD_Rand",
-        solve=partial(solve_gas, dims),
-        resolution=resolution,
-        num_times=num_times,
-    )
+def _check_flow_is_periodic(header: Header, handle: h5py.File) -> list[str]:
+    """Whether the gas may leave: such files have the same layout as those of periodic boxes."""
+    if "trans" not in header.path.name.lower().split("_"):
+        return []
+    found = f"{header.path}: 'trans' in its name means open ends, and this family is periodic"
+    return [f"{found} -> take a file with 'periodic' in its name"]
+
+
+def _steady_pressure(fields: np.ndarray, beta: float) -> np.ndarray:
+    return solve_darcy(fields[0], beta)[None]
+
+
+def _logistic(u: np.ndarray) -> np.ndarray:
+    return u * (1 - u)
+
+
+BOX = {"layout": "single_array", "time_range": (0.0, 1.0), "check": _check_flow_is_periodic}
+GAS = {"density": "density", "pressure": "pressure", "Vx": "Vx", "Vy": "Vy", "Vz": "Vz"}
+GAS_2D = {channel: key for channel, key in GAS.items() if channel != "Vz"}
+GAS_1D = {channel: key for channel, key in GAS_2D.items() if channel != "Vy"}
 
 
 FAMILIES: dict[str, Family] = {
@@ -91,19 +90,71 @@ FAMILIES: dict[str, Family] = {
             parameters={"beta": 1.0},
             file_stem="1D_Advection_Sols",
             solve=solve_advection,
-            symmetries="shift and sign",
+            symmetries=("shift", "sign"),  # linear, on a circle
             priors=("conservation",),
             check=_check_advection_speed,
-            remote=(
-                RemoteFile("1D_Advection_Sols_beta0.1.hdf5", 255672, "b4be2fc3383f737c76033073e6d2ccfb", 0.1, 7.7),
-                RemoteFile("1D_Advection_Sols_beta0.2.hdf5", 255671, "d47b52c1be4b6bcaa8748a8df2f5fbb8", 0.2, 7.7),
-                RemoteFile("1D_Advection_Sols_beta0.4.hdf5", 255674, "d595bbfd2c659df995a93cd40d6ea568", 0.4, 7.7),
-                RemoteFile("1D_Advection_Sols_beta0.7.hdf5", 255666, "f89030c240a1e90b55649776854a84c2", 0.7, 7.7),
-                RemoteFile("1D_Advection_Sols_beta1.0.hdf5", 255675, "1fe41923a4123db55bf4e89bea32e142", 1.0, 7.7),
-                RemoteFile("1D_Advection_Sols_beta2.0.hdf5", 255677, "0e9beff98693089c38e213a1f2b9ac43", 2.0, 7.7),
-                RemoteFile("1D_Advection_Sols_beta4.0.hdf5", 255676, "a87b03ff425496360e2732921805f47d", 4.0, 7.7),
-                RemoteFile("1D_Advection_Sols_beta7.0.hdf5", 255664, "72a286ad2fcba574bd20bc045ba82d58", 7.0, 7.7),
-            ),
+        ),
+        Family(
+            name="burgers1d",
+            title="1D Burgers' equation",
+            layout="single_array",
+            num_dims=1,
+            channels={"u": "tensor"},
+            periodic=(True,),
+            domain=((0.0, 1.0),),
+            time_range=(0.0, 2.0),
+            parameters={"Nu": 0.01},  # diffusion is Nu / pi
+            file_stem="1D_Burgers_Sols",
+            solve=solve_burgers,
+            resolution=128,
+            symmetries=("shift", "turn"),
+            vectors=(("u",),),
+            priors=("conservation",),
+        ),
+        Family(
+            name="reacdiff1d",
+            title="1D reaction-diffusion",
+            layout="single_array",
+            num_dims=1,
+            channels={"u": "tensor"},
+            periodic=(True,),
+            domain=((0.0, 1.0),),
+            time_range=(0.0, 1.0),
+            parameters={"Nu": 0.5, "rho": 1.0},
+            file_stem="ReacDiff",
+            resolution=128,
+            symmetries=("shift", "turn"),
+            priors=("positivity",),
+            mean_rate=("rho", _logistic),
+        ),
+        Family(
+            name="diffsorp1d",
+            title="1D diffusion-sorption",
+            layout="grouped",
+            num_dims=1,
+            channels={"u": "data"},
+            periodic=(False,),
+            domain=((0.0, 1.0),),
+            time_range=(0.0, 500.0),
+            parameters={"D": 5e-4, "por": 0.29, "rho_s": 2880.0, "k_f": 3.5e-4, "n_f": 0.874},
+            file_stem="1D_diff-sorp",
+            resolution=128,
+            priors=("positivity",),
+        ),
+        Family(
+            **BOX,
+            name="cfd1d",
+            title="1D compressible Navier-Stokes",
+            num_dims=1,
+            channels=GAS_1D,
+            periodic=(True,),
+            domain=((-1.0, 1.0),),
+            parameters={"eta": 0.01, "zeta": 0.01},
+            file_stem="1D_CFD_Rand",
+            solve=partial(solve_gas, 1),
+            resolution=128,
+            symmetries=("shift", "turn"),
+            vectors=(("Vx",),),
         ),
         Family(
             name="darcy2d",
@@ -119,39 +170,13 @@ FAMILIES: dict[str, Family] = {
             file_stem="2D_DarcyFlow",
             given_frames=1,
             solve=steady_darcy,
-            steady=lambda fields, beta: solve_darcy(fields[0], beta)[None],
-            symmetries="square",
+            steady=_steady_pressure,
+            symmetries=("turn",),  # isotropic, on a square
             priors=("boundary", "positivity"),
             zero_walls=True,
-            remote=(
-                RemoteFile("2D_DarcyFlow_beta0.01_Train.hdf5", 133217, "d05c287d4c0b7d3178b0097084238251", 0.01, 1.3),
-                RemoteFile("2D_DarcyFlow_beta0.1_Train.hdf5", 133218, "294f9a03a4aa16b0e386469ca8b471be", 0.1, 1.3),
-                RemoteFile("2D_DarcyFlow_beta1.0_Train.hdf5", 133219, "81694ed31306ff2e5f6b76349b0b4389", 1.0, 1.3),
-                RemoteFile("2D_DarcyFlow_beta10.0_Train.hdf5", 133220, "a7f23cf8011fc211b180828af39b7d1a", 10.0, 1.3),
-                RemoteFile("2D_DarcyFlow_beta100.0_Train.hdf5", 133221, "7c09f3b1bb097737d3fd52ffb0c6f1c8", 100.0, 1.3),
-            ),
         ),
         Family(
-            name="burgers1d",
-            title="1D Burgers",
-            layout="single_array",
-            num_dims=1,
-            channels={"u": "tensor"},
-            periodic=(True,),
-            domain=((0.0, 1.0),),
-            time_range=(0.0, 2.0),
-            parameters={"Nu": 0.01},
-            file_stem="1D_Burgers_Sols",
-            solve=solve_burgers,
-            resolution=256,
-            priors=("conservation",),
-        ),
-        *(
-            _gas(dims, resolution, num_times)
-            for dims, resolution, num_times in ((1, 256, 101), (2, 64, 21), (3, 24, 21))
-        ),
-        Family(
-            name="shallow_water2d",
+            name="shallowwater2d",
             title="2D shallow water",
             layout="grouped",
             num_dims=2,
@@ -162,9 +187,70 @@ FAMILIES: dict[str, Family] = {
             parameters={},
             file_stem="2D_rdb",
             solve=solve_dams,
-            num_times=101,
-            symmetries="square",
+            num_times=26,
+            symmetries=("turn",),
             priors=("positivity",),
+        ),
+        Family(
+            name="diffreact2d",
+            title="2D diffusion-reaction",
+            layout="grouped",
+            num_dims=2,
+            channels={"activator": "data", "inhibitor": "data"},
+            periodic=(False, False),
+            domain=((-1.0, 1.0), (-1.0, 1.0)),
+            time_range=(0.0, 5.0),
+            parameters={"Du": 1e-3, "Dv": 5e-3, "k": 5e-3},
+            file_stem="2D_diff-react",
+            num_times=26,
+            symmetries=("turn",),
+        ),
+        Family(
+            **BOX,
+            name="cfd2d",
+            title="2D compressible Navier-Stokes",
+            num_dims=2,
+            channels=GAS_2D,
+            periodic=(True, True),
+            domain=((0.0, 1.0), (0.0, 1.0)),
+            parameters={"M": 0.1, "eta": 0.01, "zeta": 0.01},
+            file_stem="2D_CFD_Rand",
+            solve=partial(solve_gas, 2),
+            num_times=21,
+            symmetries=("shift", "turn"),
+            vectors=(("Vx", "Vy"),),
+        ),
+        Family(
+            name="incompressible2d",
+            title="2D incompressible Navier-Stokes",
+            layout="many_arrays",
+            num_dims=2,
+            channels={"Vx": "velocity", "Vy": "velocity", "particles": "particles"},
+            given={"Fx": "force", "Fy": "force"},
+            periodic=(False, False),
+            domain=((0.0, 1.0), (0.0, 1.0)),
+            time_range=(0.0, 5.0),
+            parameters={"NU": 0.01},
+            file_stem="ns_incom_inhom_2d",
+            num_times=21,
+            symmetries=("turn",),
+            vectors=(("Vx", "Vy"), ("Fx", "Fy")),
+        ),
+        Family(
+            **BOX,
+            name="cfd3d",
+            title="3D compressible Navier-Stokes",
+            num_dims=3,
+            channels=GAS,
+            periodic=(True, True, True),
+            domain=((0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
+            parameters={"M": 1.0, "eta": 1e-8, "zeta": 1e-8},
+            file_stem="3D_CFD_Rand",
+            solve=partial(solve_gas, 3),
+            resolution=16,
+            num_times=21,
+            symmetries=("shift", "turn"),
+            vectors=(("Vx", "Vy", "Vz"),),
         ),
     )
 }

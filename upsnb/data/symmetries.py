@@ -1,74 +1,106 @@
-"""Symmetries of equations: groups whose elements turn a solution into another one; a family's row names its own."""
+"""Symmetries of equations: what turns a solution into another one; a family's row names its own.
+
+"shift": along every periodic axis. "sign": of all values. "turn": mirror images and turns of the box, 2 in 1-D, the
+square's 8 and the cube's 48; components of vectors turn with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from upsnb.data.layouts import Family
 
-def shift_and_sign(fields: tuple[Tensor, ...], draws: np.ndarray) -> tuple[Tensor, ...]:
-    """Roll each sample along its last axis and perhaps change its sign: linear equations with constant coefficients."""
-    size, device = fields[0].shape[-1], fields[0].device
-    shift = torch.from_numpy((draws[:, 0] * size).astype(np.int64)).to(device, non_blocking=True)
-    sign = torch.from_numpy(np.where(draws[:, 1] < 0.5, -1.0, 1.0)).float().to(device, non_blocking=True)
-    index = (torch.arange(size, device=device) - shift[:, None]).remainder(size)
-    images = []
-    for x in fields:
-        lead = (len(x),) + (1,) * (x.dim() - 2)
-        images.append(x.gather(-1, index.view(*lead, size).expand_as(x)) * sign.view(*lead, 1))
-    return tuple(images)
+KINDS = ("shift", "sign", "turn")
+SWAPS = ((), (), ((0, 1),), ((0, 1), (1, 2), (0, 1)))  # by dimension: axes whose exchanges make every order of axes
+# ... and which of these to make for each order: every one once
+ORDERS = ((), ((),), ((0,), (1,)), ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)))
 
 
-SQUARE = (  # generators of the square's group, by bit: each is its own inverse
-    (1, lambda field: field.flip(-1)),
-    (2, lambda field: field.flip(-2)),
-    (4, lambda field: field.transpose(-1, -2)),
-)
+def images(family: Family, inputs: Tensor, targets: Tensor, draws: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Replace each sample by an image of itself, the same one of inputs and targets.
+
+    Args:
+        inputs, targets: (B, T, C, *grid) with the family's channels.
+        draws: (B, 2) in [0, 1), which decide the image.
+    """
+    grid, fields = tuple(inputs.shape[3:]), [inputs, targets]
+    if "shift" in family.symmetries:
+        axes = [axis for axis, wraps in enumerate(family.periodic) if wraps]
+        for axis, cells in zip(axes, _digits(draws[:, 0], [grid[axis] for axis in axes])):
+            fields = [_shift(x, 3 + axis, cells) for x in fields]
+    sign, element = _digits(draws[:, 1], [2, num_turns(grid)])
+    if "sign" in family.symmetries:
+        factor = torch.from_numpy(2.0 * sign - 1).float().to(inputs.device, non_blocking=True)
+        fields = [x * factor.view(-1, *(1,) * (x.dim() - 1)) for x in fields]
+    if "turn" in family.symmetries:
+        channels = family.input_channels, family.output_channels
+        fields = [turn(family, x, names, element) for x, names in zip(fields, channels)]
+    return fields[0], fields[1]
 
 
-def transform_square(x: Tensor, element: np.ndarray, generators=SQUARE) -> Tensor:
-    """Apply one of the square's eight symmetries (bits: flip x, flip y, transpose) to each sample (B, ..., n, n)."""
-    for bit, image in generators:
-        chosen = torch.from_numpy((element & bit) > 0).to(x.device, non_blocking=True)
-        x = torch.where(chosen.view(-1, *(1,) * (x.dim() - 1)), image(x), x)
+def num_turns(grid: tuple[int, ...]) -> int:
+    """Mirror images and turns of a box, which exchange axes where it is a square or a cube."""
+    return 2 ** len(grid) * (len(ORDERS[len(grid)]) if len(set(grid)) == 1 else 1)
+
+
+def turn(family: Family, x: Tensor, channels: tuple[str, ...], element: np.ndarray, back: bool = False) -> Tensor:
+    """Turn each sample (B, T, C, *grid) by its element, a number below `num_turns`; `back` undoes it."""
+    num_dims = x.dim() - 3
+    vectors = [[channels.index(name) for name in vector] for vector in family.vectors if vector[0] in channels]
+    chosen = [element >> axis & 1 for axis in range(num_dims)]
+    chosen += list(np.array(ORDERS[num_dims])[element >> num_dims].T)
+    steps: list[Callable] = [lambda x, axis=axis: _mirror(x, axis, vectors) for axis in range(num_dims)]
+    steps += [lambda x, pair=pair: _exchange(x, pair, vectors) for pair in SWAPS[num_dims]]
+    for bits, step in list(zip(chosen, steps))[:: -1 if back else 1]:  # each is its own inverse
+        if bits.any():
+            mask = torch.from_numpy(bits > 0).to(x.device, non_blocking=True)
+            x = torch.where(mask.view(-1, *(1,) * (x.dim() - 1)), step(x), x)
     return x
 
 
-def invert_square(x: Tensor, element: np.ndarray) -> Tensor:
-    """Undo `transform_square` with the same elements."""
-    return transform_square(x, element, SQUARE[::-1])
+def average(family: Family, forecast: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Mean of a forecast over all turns of its inputs, each turned back."""
+    total, count = 0, num_turns(tuple(inputs.shape[3:]))
+    for number in range(count):
+        element = np.full(len(inputs), number)
+        turned = forecast(turn(family, inputs, family.input_channels, element))
+        total = total + turn(family, turned, family.output_channels, element, back=True)
+    return total / count
 
 
-def random_square(fields: tuple[Tensor, ...], draws: np.ndarray) -> tuple[Tensor, ...]:
-    """One of the square's symmetries for each sample: isotropic equations on a square."""
-    element = (draws[:, 0] * 8).astype(np.int64)
-    return tuple(transform_square(x, element) for x in fields)
+def _digits(draws: np.ndarray, sizes: list[int]) -> Iterator[np.ndarray]:
+    """Whole numbers below each of the sizes, all out of one draw in [0, 1)."""
+    assert math.prod(sizes) < 2**40  # a draw has 53 bits
+    for size in sizes:
+        whole, draws = np.divmod(draws * size, 1)[0], draws * size % 1
+        yield whole.astype(np.int64)
 
 
-def average_square(forecast: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Mean of a forecast over the square's eight symmetries, each turned back."""
-    total = 0
-    for element in range(8):
-        elements = np.full(len(inputs), element)
-        total = total + invert_square(forecast(transform_square(inputs, elements)), elements)
-    return total / 8
+def _shift(x: Tensor, axis: int, cells: np.ndarray) -> Tensor:
+    """Roll each sample along an axis by its own number of cells."""
+    size = x.shape[axis]
+    index = torch.arange(size) - torch.from_numpy(cells)[:, None]
+    index = index.remainder(size).to(x.device, non_blocking=True)
+    lead = len(x), *(1,) * (axis - 1), size, *(1,) * (x.dim() - axis - 1)
+    return x.gather(axis, index.view(lead).expand_as(x))
 
 
-@dataclass(frozen=True)
-class Group:
-    """What can be done with the symmetries of an equation.
-
-    draw: replaces each sample of some fields by an image of itself, the same one in all fields. Takes (B, ..., *grid)
-        tensors and (B, 2) draws in [0, 1), which decide the image.
-    average: a forecast averaged over all elements; None where there are too many.
-    """
-
-    draw: Callable[[tuple[Tensor, ...], np.ndarray], tuple[Tensor, ...]]
-    average: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
+def _mirror(x: Tensor, axis: int, vectors: list[list[int]]) -> Tensor:
+    x = x.flip(3 + axis)
+    for vector in vectors:
+        x[:, :, vector[axis]] *= -1  # flip made a copy
+    return x
 
 
-GROUPS = {"shift and sign": Group(shift_and_sign), "square": Group(random_square, average_square)}
+def _exchange(x: Tensor, pair: tuple[int, int], vectors: list[list[int]]) -> Tensor:
+    order = list(range(x.shape[2]))
+    for vector in vectors:
+        one, two = (vector[axis] for axis in pair)
+        order[one], order[two] = two, one
+    x = x.transpose(3 + pair[0], 3 + pair[1])
+    return x[:, :, order] if vectors else x

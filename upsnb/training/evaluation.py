@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from upsnb.config import EvaluationConfig
+from upsnb.data import symmetries
 from upsnb.data.datasets import Dataset
-from upsnb.data.symmetries import GROUPS
 from upsnb.models.surrogate import Surrogate
 from upsnb.training import metrics, parallel, precision, stages
 from upsnb.training.parallel import Ranks
@@ -128,9 +128,8 @@ def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor,
 
 def predict(model: Surrogate, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
     """One call, physical units; on request averaged over the equation's symmetries, where they are few."""
-    group = GROUPS.get(dataset.family.symmetries)
-    if symmetry_average and group is not None and group.average is not None:
-        return group.average(lambda x: model(dataset.name, x, parameters, dataset.dt), inputs)
+    if symmetry_average and "turn" in dataset.family.symmetries:
+        return symmetries.average(dataset.family, lambda x: model(dataset.name, x, parameters, dataset.dt), inputs)
     return model(dataset.name, inputs, parameters, dataset.dt)
 
 
