@@ -35,6 +35,8 @@ check: $(STAMP)
 # A file stays on one worker, where its tests share a run (pytest 9.2 takes xdist's groups back); in the folders' order,
 # because by the number of tests the longest files would begin last.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+# What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
+test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
 test: check compiler $(HOSTED)
 	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto $(BY_FILE)
 	$(BIN)/python -m pytest -q tests -m slow -n 2 $(BY_FILE) --durations=10 || test $$? = 5  # 5: no test is marked slow

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "OTHER",
     )
     compared.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="keep report and figures there")
-    data = command("data", "look into data files and audit them", lambda args: args.of_data(args))
+    data = command("data", "fetch data files, look into them, audit them", lambda args: args.of_data(args))
     of_data = data.add_subparsers(required=True, metavar="command")
     for name, what, act in (
         ("look", "print what an HDF5 file holds and which equation it is read as", commands.data_look),
@@ -115,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         added = of_data.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
         added.add_argument("files", nargs="+", type=Path, metavar="FILE", help="HDF5 files of one dataset")
         added.set_defaults(of_data=lambda args, act=act: act(args.files))
+    of_data.add_parser("list", help="print the published files").set_defaults(of_data=lambda args: commands.data_list())
+    got = of_data.add_parser("get", help="fetch a published file, or go on with it, and check it")
+    got.add_argument("name", help="as data list prints it")
+    got.add_argument("-n", dest="first", type=int, metavar="N", help="only the first N samples")
+    got.add_argument("-o", dest="output", type=_folder, default=Path("data"), metavar="FOLDER", help="data/")
+    got.set_defaults(of_data=lambda args: commands.data_get(args.name, args.output, args.first))
     return parser
 
 

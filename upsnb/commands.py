@@ -158,6 +158,25 @@ def compare(first: str, second: str, folder: Path | None) -> None:
 # -- data ----------------------------------------------------------------------------------------------------------
 
 
+def data_list() -> None:
+    """Print the published files, by family."""
+    from upsnb.data.published import PUBLISHED
+
+    for family, files in PUBLISHED.items():
+        print(family, *(f"  {file.name}  {file.size_gib:.3g} GiB" for file in files), sep="\n")
+
+
+def data_get(name: str, folder: Path, first: int | None) -> None:
+    """Fetch a published file or its first samples, saying how far it is."""
+    from upsnb.data import download
+    from upsnb.widgets.progress import rewrite
+
+    unit, size = ("samples", 1) if first else ("MiB", 2**20)
+    print(
+        as_typed(download.get(name, folder, first, lambda done, of: rewrite(f"{done // size} of {of // size} {unit}")))
+    )
+
+
 def data_look(files: list[Path]) -> None:
     """Print what files hold, and which families they can be read as."""
     from upsnb.data import source
@@ -177,7 +196,8 @@ def data_check(files: list[Path]) -> None:
         found = f"can be read as {' and '.join(names)}" if names else "are none of the known families"
         raise DataError(f"{', '.join(map(as_typed, files))}: {found} -> look with: python -m upsnb data look FILE")
     opened = source.open_source(names[0], files)
-    measured = audit.audit(opened, source.split_samples(opened, "pdebench"))
+    fraction = max(0.1, 1 / opened.num_samples)  # one test sample at least
+    measured = audit.audit(opened, source.split_samples(opened, "pdebench", 0.0, fraction))
     print(f"{names[0]}: {opened.num_samples} samples, {opened.num_times} frames, grid {opened.grid_shape}")
     print(*(f"  {line}" for line in audit.table(measured)), sep="\n")
     print(*(measured.findings or ["nothing stands against it"]), sep="\n")

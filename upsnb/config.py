@@ -125,6 +125,7 @@ class DataConfig(Section):
         "darcy": DatasetConfig(family="darcy2d", generate=GenerateConfig(num_samples=256), augment=True),
     }
     split: SplitConfig = SplitConfig()
+    download: Literal["never", "missing"] = "never"  # missing: published files that are named and not there
     residency: Literal["auto", "device", "workers"] = "auto"  # on the device, or read from HDF5 by workers
     max_resident_gib: PositiveFloat = 4.0  # auto: largest dataset kept on the device [GiB]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
         has = f"it has {', '.join(near[:8])}" if near else "it has no HDF5 files"
         raise DataError(
             f"data.datasets.{name}.files: {', '.join(missing)} not found in {root} ({has}) -> correct data.root or the "
-            "name, or leave files empty to generate data"
+            "name, set data.download: missing to fetch published ones, or leave files empty to generate data"
         )
     return found
 
@@ -142,9 +143,30 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
 
 
 def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> None:
-    """Generate the files of all datasets that name none and have none yet; `root` is the project's."""
+    """Generate the files of all datasets that name none and have none yet; `root` is the project's.
+
+    Published files that are named and not there are fetched, where `data.download` says so.
+    """
     for chosen in config.data.datasets.values():
+        if config.data.download == "missing":
+            fetch_missing(chosen, root / config.data.root, log)
         ensure_generated(chosen, root / config.data.root, log)
+
+
+def fetch_missing(config: DatasetConfig, root: Path, log: Progress) -> None:
+    """Fetch the files that a dataset names and that are not there; `..._first100.hdf5` names a file's first samples."""
+    from upsnb.data import download  # here, because few need it and the network's modules take a while to import
+
+    for name in config.files:
+        path = root / name
+        whole = re.fullmatch(r"(.+)_first(\d+)(\.h(?:df)?5)", path.name)
+        if any(letter in name for letter in "*?[") or path.is_file():
+            continue
+        log(f"fetching {path.name}")
+        if whole:
+            download.get(whole[1] + whole[3], path.parent, int(whole[2]))
+        else:
+            download.get(path.name, path.parent)
 
 
 def open_all(config: RunConfig, root: Path, log: Progress = print) -> dict[str, Dataset]:
