@@ -28,6 +28,7 @@ OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesC
 NEEDS = {  # other settings without which a value would contradict the rest
     "operator.encoder": {"operator.decoder": "cross_attention"},
     "training.lambda_boundary": {"operator.walls": "free"},
+    "optimizer.lr_scaling": {"optimizer.lr_reference_batch": 96},
     "operator.rollout": {"training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0},
 }
 
@@ -160,6 +161,8 @@ def test_hinted_number_is_a_number_to_yaml(text):
         ({"training": {"lambda_boundary": 1.0}}, "acts on nothing while operator.walls is hard"),
         ({"training": {"lambda_relative": 0.0, "lambda_positivity": 1.0}}, "nothing would train on it"),
         ({"optimizer": {"fused": True, "foreach": True}}, "either fused or foreach"),
+        ({"optimizer": {"lr_scaling": "sqrt"}}, "optimizer.lr_reference_batch: is empty, and lr_scaling is sqrt"),
+        ({"stages": {"operator": {"optimizer": {"lr_scaling": "linear"}}}}, "stages.operator.optimizer.lr_reference"),
     ],
 )
 def test_contradictions_name_the_setting(values, said):

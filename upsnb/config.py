@@ -246,6 +246,8 @@ class OptimizerConfig(Section):
     momentum: OpenFraction = 0.95  # Muon's momentum
     fused: bool = False  # one fused AdamW kernel
     foreach: bool | None = None  # AdamW over lists of tensors; empty: torch chooses
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"  # both learning rates with (pairs of a step / reference)
+    lr_reference_batch: PositiveInt | None = None  # pairs of a step, all ranks, for which lr and muon_lr are meant
 
 
 class SchedulerConfig(Section):

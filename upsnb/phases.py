@@ -283,6 +283,8 @@ COMPANIONS = (
     "training.on_missing",
     "operator.pdet.checkpoint_every",
     "operator.pdet.checkpoint_parts",
+    "optimizer.lr_scaling",
+    "optimizer.lr_reference_batch",
     "guards.nonfinite",
     "guards.out_of_memory",
 )

@@ -96,6 +96,14 @@ def contradictions(config) -> list[Problem]:
         "validation_fraction and test_fraction leave nothing to train on",
         "lower one of them",
     )
+    chosen = {f"stages.{name}.optimizer": getattr(config.stages, name).optimizer for name in config.stages.planned}
+    for path, optimizer in {"optimizer": config.optimizer, **chosen}.items():
+        require(
+            not optimizer or optimizer.lr_scaling == "none" or optimizer.lr_reference_batch is not None,
+            f"{path}.lr_reference_batch",
+            f"is empty, and lr_scaling is {optimizer and optimizer.lr_scaling}",
+            "write the pairs of a step (batch_size x accum_steps x ranks) that the learning rates are meant for",
+        )
     for name, dataset in datasets.items():
         family, frames = FAMILIES[dataset.family], (dataset.input_frames, dataset.output_frames)
         made, known = dataset.generate, ", ".join(family.parameters)

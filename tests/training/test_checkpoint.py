@@ -169,6 +169,21 @@ def test_a_continued_run_follows_its_new_optimizer_settings(tiny_setup):
         expect_same_state(optimizer.state_dict()["state"], before.state_dict()["state"])
 
 
+def test_a_scaled_learning_rate_follows_flips_of_the_batch_and_a_resume(tiny_config, train_here, tmp_path):
+    def at_step(step):
+        if (step, runfolder.read_control(tmp_path).revision) in ((2, 0), (4, 1)):
+            runfolder.write_control(tmp_path, {"training.accum_steps": 4}, runfolder.STOP if step == 4 else None)
+
+    scaled = {"optimizer": {"lr": 1e-3, "lr_scaling": "linear", "lr_reference_batch": 2}}
+    steady = {"stages.operator": {"epochs": 4, "scheduler": {"name": "constant", "warmup_fraction": 0.0}}}
+    config = tiny_config(("darcy",), **scaled, **steady, **{"training.batch_size": 2})
+    train_here(config, tmp_path, at_step)
+    (tmp_path / runfolder.CONTROL).unlink()
+    again = overlays.apply(config, {"checkpoint.resume": True, "training.accum_steps": 8})
+    rates = [event["learning_rate"] for event in train_here(again, tmp_path) if event["kind"] == "step"]
+    assert rates[:6] == pytest.approx([1e-3] * 3 + [4e-3] * 2 + [8e-3])
+
+
 def test_averaging_that_starts_late_starts_from_the_loaded_weights(tiny_setup):
     old = tiny_setup()
     for value in old.model.parameters():

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -365,6 +366,27 @@ def test_moments_survive_another_learning_rate(tiny_setup):
             for name, value in entry.items():
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(state[key][name]))
     assert {group["peak_lr"] for optimizer in setup.optimizers for group in optimizer.param_groups} == {1e-5}
+
+
+@pytest.mark.parametrize(("scaling", "of_16_over_4"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_both_learning_rates_follow_the_pairs_of_a_step(tiny_setup, scaling, of_16_over_4):
+    def rates():
+        setup.set_learning_rate(0.5)
+        return [group["lr"] for optimizer in setup.optimizers for group in optimizer.param_groups]
+
+    setup = tiny_setup(
+        ("darcy",),
+        optimizer={"lr": 1e-3, "muon_lr": 2e-3, "lr_scaling": scaling, "lr_reference_batch": 4},
+        **{"training.batch_size": 2, "training.accum_steps": 4, "stages.operator.scheduler.name": "constant"},
+    )
+    setup.ranks = replace(setup.ranks, world_size=2)
+    peak = [2e-3, 1e-3, 1e-3]  # Muon's, and AdamW's two groups
+    assert rates() == pytest.approx([of_16_over_4 * rate for rate in peak], rel=1e-12)
+    setup.ranks = Ranks()
+    change(setup, {"training.batch_size": 4, "training.accum_steps": 1})
+    assert rates() == peak, "hot: at the reference batch they are what was written"
+    change(setup, {"optimizer.lr_reference_batch": 1, "optimizer.lr_scaling": "linear"})
+    assert rates() == [4 * rate for rate in peak]
 
 
 def test_resident_data_is_read_once(tiny_setup):

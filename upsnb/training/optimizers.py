@@ -155,6 +155,12 @@ def learning_rate_factor(config: SchedulerConfig, progress: float) -> float:
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * (1 + math.cos(math.pi * falling)) / 2
 
 
+def batch_factor(config: OptimizerConfig, batch: int) -> float:
+    """Learning rate over what `config` says, for a step of so many pairs, all ranks and microbatches."""
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.lr_scaling]
+    return (batch / (config.lr_reference_batch or batch)) ** power
+
+
 class Plateau:
     """Multiplies the learning rate whenever validation has not improved for `plateau_patience` evaluations."""
 

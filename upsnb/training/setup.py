@@ -194,6 +194,14 @@ class Setup:
         optimizers.load_optimizer_state(self.model, made, optimizers.optimizer_state(self.model, self.optimizers))
         self.optimizers = made
 
+    def set_learning_rate(self, progress: float) -> float:
+        """Bring all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""
+        training = self.config.training
+        batch = training.batch_size * training.accum_steps * self.ranks.world_size
+        factor = optimizers.learning_rate_factor(stages.settings(self.config, self.stage).scheduler, progress)
+        factor *= optimizers.batch_factor(stages.optimizer(self.config, self.stage), batch)
+        return optimizers.set_learning_rate(self.optimizers, factor * self.plateau.factor)
+
     @compiling.step
     def step(self, batches: list[Batch], step: int, microbatch: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """One optimizer step over its microbatches.
@@ -367,8 +375,8 @@ class Setup:
 
 def build_optimizers(model: Surrogate, config: RunConfig, stage: str = stages.OPERATOR) -> list[torch.optim.Optimizer]:
     """Fresh optimizers of the stage."""
-    chosen = stages.settings(config, stage).optimizer or config.optimizer
-    return optimizers.build(model, chosen, offload=config.training.cpu_offload_optimizer)
+    offload = config.training.cpu_offload_optimizer
+    return optimizers.build(model, stages.optimizer(config, stage), offload=offload)
 
 
 def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:

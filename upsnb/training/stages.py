@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from upsnb.config import RunConfig, StageConfig
+from upsnb.config import OptimizerConfig, RunConfig, StageConfig
 from upsnb.data.datasets import Dataset, Outline
 from upsnb.errors import ConfigError
 from upsnb.models import surrogate
@@ -79,3 +79,8 @@ def following(config: RunConfig, stage: str) -> str | None:
 def settings(config: RunConfig, stage: str) -> StageConfig:
     """Epochs, optimizer and schedule of a stage."""
     return getattr(config.stages, stage)
+
+
+def optimizer(config: RunConfig, stage: str) -> OptimizerConfig:
+    """The stage's own optimizer, or the one of all."""
+    return settings(config, stage).optimizer or config.optimizer

@@ -21,7 +21,7 @@ from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.spans import DATA, outside_step, span
-from upsnb.training import checkpoint, evaluation, optimizers, parallel, stages
+from upsnb.training import checkpoint, evaluation, parallel, stages
 from upsnb.training.compiling import CompileClock, CompileCounter
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, idle_settings
@@ -340,8 +340,7 @@ class Loop:
         """One optimizer step; False where it failed and a guard has asked for settings to take it again with."""
         setup, position = self.setup, self.position
         self._beat()
-        factor = optimizers.learning_rate_factor(self.stage.scheduler, self.progress) * setup.plateau.factor
-        rate = optimizers.set_learning_rate(setup.optimizers, factor)
+        rate = setup.set_learning_rate(self.progress)
         done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
         result = self.guards.attempt(batches, position.step, done)
         if result is None:
