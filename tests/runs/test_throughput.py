@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from made_runs import step
 
-from upsnb.runs.throughput import steady_throughput, steady_windows
+from upsnb.runs import throughput
+from upsnb.runs.throughput import block_length, median_with_interval, steady_throughput, steady_windows
 
 
 def test_only_steady_steps_count():
@@ -21,6 +22,29 @@ def test_interval_contains_the_median_and_repeats():
     low, high = speed["ci95"]
     assert low < speed["median"] < high and high - low < 20
     assert steady_throughput(events) == speed
+
+
+def test_an_interval_of_values_that_resemble_their_neighbours_holds_the_truth(monkeypatch):
+    monkeypatch.setattr(throughput, "NUM_RESAMPLES", 200)
+    draws, num, num_series = np.random.default_rng(0), 240, 100
+    series = np.zeros((num_series, num))  # AR(1): a steady state around 0
+    series[:, 0] = draws.normal(scale=1.4, size=num_series)
+    for at in range(1, num):
+        series[:, at] = 0.7 * series[:, at - 1] + draws.normal(size=num_series)
+
+    def coverage(order):
+        intervals = [median_with_interval(order(values))["ci95"] for values in series]
+        return np.mean([low <= 0 <= high for low, high in intervals])
+
+    assert coverage(draws.permutation) < 0.7, "taken for independent, as they are in another order"
+    assert 0.85 <= coverage(np.asarray) <= 1
+
+
+def test_independent_values_are_drawn_one_by_one():
+    draws = np.random.default_rng(0)
+    assert np.mean([block_length(draws.normal(size=100)) for _ in range(100)]) < 2
+    assert block_length(np.ones(40)) == block_length(np.array([1.0, 2.0, 3.0])) == 1
+    assert block_length(np.repeat([1.0, 2.0], 20)) == 10
 
 
 def test_window_is_samples_over_seconds_and_not_a_mean_of_rates():

@@ -7,7 +7,6 @@ answered by one `flip` event, its own or that of a later revision asked for befo
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import deque
 from pathlib import Path
@@ -147,7 +146,6 @@ class Flips:
             if memory_before is not None:  # a cold flip knows it from the launch before
                 self.memory_before = memory_before
                 self._forget_peak()
-            importlib.import_module("scipy.stats")  # for the effect; loading it later would slow a steady step down
 
     def _overlay(self, config: RunConfig) -> dict:
         return overlays.difference(self.base, config)
