@@ -1,17 +1,12 @@
 """Solvers by finite volumes against exact solutions, conservation, symmetry, finer grids and published files."""
 
-from dataclasses import replace
-
 import h5py
 import numpy as np
 import pytest
 import scipy.optimize
 
 from upsnb.data import finite_volumes
-from upsnb.data.families import FAMILIES
 from upsnb.data.finite_volumes import GAMMA, burgers, compressible, draw_dam, draw_gas, shallow_water
-from upsnb.data.generate import generate
-from upsnb.data.source import open_source
 from upsnb.errors import DataError
 
 
@@ -329,52 +324,3 @@ def test_a_published_gas_follows_from_its_first_frame(shared_data, file, viscosi
     cell = (2 if dims == 1 else 1) / points
     found = compressible(flow[:, 0], viscosity, viscosity, cell, times[[0, frames]])[0, 1]
     assert (_nrmse(found, flow[0, frames], dims) < most).all()
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-FILES = {  # family: a published file, points and frames of it
-    "burgers1d": ("1D_Burgers_Sols_Nu0.01.hdf5", 256, 41),
-    "cfd1d": ("1D_CFD_Rand_Eta0.01_Zeta0.01_periodic_Train.hdf5", 128, 101),
-    "cfd2d": ("2D_CFD_Rand_M0.1_Eta0.01_Zeta0.01_periodic_48_Train.hdf5", 48, 21),
-    "cfd3d": ("3D_CFD_Rand_M1.0_Eta1e-08_Zeta1e-08_periodic_Train.hdf5", 12, 21),
-    "shallowwater2d": ("2D_rdb_NA_NA.h5", 32, 26),
-}
-SMALL = {"burgers1d": 16, "cfd1d": 16, "cfd2d": 8, "cfd3d": 4, "shallowwater2d": 12}
-
-
-def _told(handle) -> dict[str, tuple]:
-    """Shape without the samples and dtype of every dataset; of the first group only."""
-    found = {}
-
-    def note(name, item):
-        if isinstance(item, h5py.Dataset) and not name.startswith(tuple(f"00{n:02d}" for n in range(1, 24))):
-            shape = item.shape if "/" in name or name.endswith("coordinate") else item.shape[1:]
-            found[name] = shape, item.dtype
-
-    handle.visititems(note)
-    return found
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_generated_files_are_laid_out_as_published_ones(shared_data, tmp_path, name):
-    file, resolution, num_times = FILES[name]
-    family = replace(
-        FAMILIES[name], solve=lambda seed, samples, *rest: (dict.fromkeys(family.channels, zero) for _ in samples)
-    )
-    zero = np.zeros((num_times, *family.num_dims * (resolution,)))
-    made = generate(family, tmp_path / file, 2, None, resolution, num_times)
-    with h5py.File(shared_data / file) as real, h5py.File(made) as ours:
-        assert _told(ours) == _told(real)
-        assert set(ours.attrs) == set(real.attrs) | {"generator", "seed"}
-    open_source(name, shared_data / file).read([0])
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_generated_file_is_read_back(tmp_path, name):
-    source = open_source(name, generate(FAMILIES[name], tmp_path / "a.h5", 2, None, SMALL[name], 3))
-    fields = source.read_all()[0]
-    assert fields.shape == (2, 3, len(FAMILIES[name].channels), *FAMILIES[name].num_dims * (SMALL[name],))
-    assert np.ptp(fields[:, :, 0]) > 0.1
-    more = open_source(name, generate(FAMILIES[name], tmp_path / "b.h5", 3, None, SMALL[name], 3)).read_all()[0]
-    np.testing.assert_array_equal(more[:2], fields)

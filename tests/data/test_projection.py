@@ -106,6 +106,24 @@ def test_a_flow_at_rest_stays_at_rest_under_a_force_that_is_a_gradient():
     np.testing.assert_allclose(dye, 1, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "image",
+    [
+        lambda u, v, *centred: (v.T, u.T, *(field.T for field in centred[::-1])),
+        lambda u, v, fx, dye, fy: (-u[::-1], v[::-1], -fx[::-1], dye[::-1], fy[::-1]),
+    ],
+    ids=["exchanged", "mirrored"],
+)
+def test_an_image_of_a_flow_flows_as_its_image(image):
+    u, v, dye, (fx, fy) = _random(12)
+    *_, straight = carried_dye(u, v, dye, np.stack([fx, fy]), 0.01, TIMES[:2])
+    u, v, fx, dye, fy = image(u, v, fx, dye, fy)
+    *_, found = carried_dye(u, v, dye, np.stack([fx, fy]), 0.01, TIMES[:2])
+    u, v, _, dye, _ = image(*straight[:2], straight[2], straight[2], straight[2])
+    for one, other in zip(found, (u, v, dye), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-11)
+
+
 def test_the_published_flow_moves_as_ours_until_its_smoothing_tells(shared_data):
     """Force on the dye, walls at rest, and cells one wide: at t = 1 its first frame is gone, and found by ours."""
     with h5py.File(shared_data / "ns_incom_inhom_2d_48-3.h5") as handle:
@@ -130,7 +148,7 @@ def test_a_sample_is_the_same_however_many_and_however_fine():
     settings = {"NU": 0.01}
     alone, (_, with_others) = next(solve(0, range(1, 2), settings, 16, times)), solve(0, range(2), settings, 16, times)
     for channel, values in alone.items():
-        assert values.shape == (16, 16) if channel in ("fx", "fy") else (2, 16, 16)
+        assert values.shape == (16, 16) if channel in ("Fx", "Fy") else (2, 16, 16)
         np.testing.assert_array_equal(values, with_others[channel])
     fine = random_field(np.random.default_rng(5), 48)
     np.testing.assert_allclose(random_field(np.random.default_rng(5), 16), fine[1::3, 1::3], atol=1e-12)

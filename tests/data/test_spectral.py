@@ -6,8 +6,10 @@ import pytest
 import scipy.fft
 import scipy.integrate
 import scipy.linalg
+import torch
 
-from upsnb.data import spectral
+from upsnb.data import spectral, symmetries
+from upsnb.data.families import FAMILIES
 from upsnb.data.spectral import (
     fitzhugh_nagumo,
     kolmogorov_flow,
@@ -244,6 +246,30 @@ def test_a_grid_four_times_finer_changes_flow_by_less_than_a_thousandth(monkeypa
     settings, times = SOLVERS[spectral.solve_kolmogorov_flow], np.array([0, 0.1])
     ours, fine = (next(spectral.solve_kolmogorov_flow(0, range(1), settings, n, times))["vorticity"] for n in (64, 256))
     assert _nrmse(ours, resample_square(fine, 64), 2).max() < 1e-3
+
+
+# --- symmetries -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "solve"),
+    [
+        ("reacdiff1d", lambda states: reaction_diffusion(states[:, 0], 0.1, 1.0, np.array([0, 0.1]))[:, :, None]),
+        ("kuramoto1d", lambda states: kuramoto_sivashinsky(states[:, 0], LENGTH, 1.0, np.array([0, 0.4]))[:, :, None]),
+        ("diffreact2d", lambda states: fitzhugh_nagumo(states, **FHN, times=np.array([0, 0.1]))),
+    ],
+)
+def test_an_image_of_a_state_becomes_the_image_of_its_solution(name, solve):
+    family = FAMILIES[name]
+    state = torch.from_numpy(np.random.default_rng(0).uniform(size=(1, len(family.channels), *family.num_dims * (16,))))
+    count = symmetries.num_turns(tuple(state.shape[2:]))
+    states, element = torch.cat([state] * count)[:, None], np.arange(count)
+
+    def turned(frames):
+        return symmetries.turn(family, frames, family.output_channels, element).numpy()
+
+    straight = torch.from_numpy(solve(states[:, 0].numpy()))
+    np.testing.assert_allclose(solve(turned(states)[:, 0]), turned(straight), atol=1e-12)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

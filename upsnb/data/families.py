@@ -8,6 +8,14 @@ import numpy as np
 from upsnb.data.finite_volumes import solve_burgers, solve_dams, solve_gas
 from upsnb.data.generate import solve_advection, solve_darcy, steady_darcy
 from upsnb.data.layouts import BLOCK_BYTES, Family, Header
+from upsnb.data.projection import solve_incompressible_flow
+from upsnb.data.sorption import solve_diffusion_sorption
+from upsnb.data.spectral import (
+    solve_fitzhugh_nagumo,
+    solve_kolmogorov_flow,
+    solve_kuramoto_sivashinsky,
+    solve_reaction_diffusion,
+)
 
 MOST_MISFIT = 0.25  # of a frame, relative, that a speed leaves which explains it
 
@@ -122,6 +130,7 @@ FAMILIES: dict[str, Family] = {
             time_range=(0.0, 1.0),
             parameters={"Nu": 0.5, "rho": 1.0},
             file_stem="ReacDiff",
+            solve=solve_reaction_diffusion,
             resolution=128,
             symmetries=("shift", "turn"),
             priors=("positivity",),
@@ -138,6 +147,7 @@ FAMILIES: dict[str, Family] = {
             time_range=(0.0, 500.0),
             parameters={"D": 5e-4, "por": 0.29, "rho_s": 2880.0, "k_f": 3.5e-4, "n_f": 0.874},
             file_stem="1D_diff-sorp",
+            solve=solve_diffusion_sorption,
             resolution=128,
             priors=("positivity",),
         ),
@@ -202,6 +212,7 @@ FAMILIES: dict[str, Family] = {
             time_range=(0.0, 5.0),
             parameters={"Du": 1e-3, "Dv": 5e-3, "k": 5e-3},
             file_stem="2D_diff-react",
+            solve=solve_fitzhugh_nagumo,
             num_times=26,
             symmetries=("turn",),
         ),
@@ -232,6 +243,8 @@ FAMILIES: dict[str, Family] = {
             time_range=(0.0, 5.0),
             parameters={"NU": 0.01},
             file_stem="ns_incom_inhom_2d",
+            solve=solve_incompressible_flow,
+            resolution=32,
             num_times=21,
             symmetries=("turn",),
             vectors=(("Vx", "Vy"), ("Fx", "Fy")),
@@ -251,6 +264,38 @@ FAMILIES: dict[str, Family] = {
             num_times=21,
             symmetries=("shift", "turn"),
             vectors=(("Vx", "Vy", "Vz"),),
+        ),
+        Family(
+            name="kuramoto1d",
+            title="1D Kuramoto-Sivashinsky",
+            layout="single_array",
+            num_dims=1,
+            channels={"u": "tensor"},
+            periodic=(True,),
+            domain=((0.0, 64.0),),
+            time_range=(0.0, 32.0),
+            parameters={"nu": 1.0},
+            file_stem="1D_KuramotoSivashinsky",
+            solve=solve_kuramoto_sivashinsky,
+            resolution=128,
+            symmetries=("shift", "turn"),
+            vectors=(("u",),),
+            priors=("conservation",),
+        ),
+        Family(
+            name="kolmogorov2d",
+            title="2D Kolmogorov flow",
+            layout="single_array",
+            num_dims=2,
+            channels={"vorticity": "tensor"},
+            periodic=(True, True),
+            domain=((0.0, 2 * np.pi), (0.0, 2 * np.pi)),
+            time_range=(0.0, 4.0),
+            parameters={"nu": 0.02, "drag": 0.1},
+            file_stem="2D_Kolmogorov",
+            solve=solve_kolmogorov_flow,
+            num_times=21,
+            priors=("conservation",),
         ),
     )
 }

@@ -77,7 +77,7 @@ def solve_incompressible_flow(seed, samples, parameters, resolution, times):
         states = carried_dye(_pairs(vx, 0) / 2, _pairs(vy, 1) / 2, dye, np.stack([fx, fy]), parameters["NU"], times)
         velocity, dyes = zip(*((centred(u, v), dye) for u, v, dye in states), strict=True)
         velocity = np.stack(velocity, axis=1)
-        yield {"vx": velocity[0], "vy": velocity[1], "dye": np.stack(dyes), "fx": fx, "fy": fy}
+        yield {"Vx": velocity[0], "Vy": velocity[1], "particles": np.stack(dyes), "Fx": fx, "Fy": fy}
 
 
 def projection(num_cells: int) -> Callable:

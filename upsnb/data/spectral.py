@@ -193,7 +193,7 @@ def solve_fitzhugh_nagumo(seed, samples, parameters, resolution, times):
         states = [np.random.default_rng([seed, sample]).normal(size=(2, resolution, resolution)) for sample in block]
         diffusivities = parameters["Du"], parameters["Dv"]
         for fields in fitzhugh_nagumo(np.stack(states), diffusivities, parameters["k"], times):
-            yield {"u": fields[:, 0], "v": fields[:, 1]}
+            yield {"activator": fields[:, 0], "inhibitor": fields[:, 1]}
 
 
 def kolmogorov_flow(states, nu, drag, forcing, times, longest_step=0.05):
