@@ -16,6 +16,7 @@ from upsnb.runs.runfolder import ALIVE, FIGURES, REPORT
 SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
     "check": "compare.check",
     "compare": "compare.verdict",
+    "data": "report.data_report",
     "memory": "memory.plan",
     "phases": "compare.ladder",
     "profile": "profile.report",

@@ -1,0 +1,179 @@
+"""What is in a dataset, before anything is trained: its fields, their spectra and values, and what an audit found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from upsnb.data import audit
+from upsnb.data.audit import Audit
+from upsnb.data.datasets import Dataset
+from upsnb.report import style
+from upsnb.report.file import finish, number
+from upsnb.report.style import BLACK, PALETTE, label, styled
+
+FORMAT, KIND = 1, "data"
+MOST_READ = 32  # training samples that spectra and values are taken of
+SHOWN_TIMES = 4
+COLUMNS = {  # of the table: column -> field of an Audit
+    "samples looked at": "num_samples",
+    "different ones": "num_distinct",
+    "test seen in training": "test_seen",
+    "nearly seen": "test_near",
+    "linear dimensions": "linear_dimensions",
+    "dimensions": "dimensions",
+    "look-up nRMSE": "lookup_nrmse",
+    "median": "lookup_nrmse_median",
+    "persistence nRMSE": "persistence_nrmse",
+}
+
+
+def report(datasets: Mapping[str, Dataset], folder: Path | str) -> tuple[dict, dict[str, Audit]]:
+    """Audit datasets by their splits; the report, also written to `report.json`, and the audits."""
+    audits = {name: audit.audit(dataset.source, dataset.splits) for name, dataset in datasets.items()}
+    told = {
+        name: {"family": datasets[name].family.name, "files": [path.name for path in datasets[name].source.files]}
+        | asdict(found)
+        for name, found in audits.items()
+    }
+    return finish({"format": FORMAT, "kind": KIND, "datasets": told}, folder), audits
+
+
+def summary(report: Mapping) -> str:
+    """The report in a few lines."""
+    lines = []
+    for name, told in report["datasets"].items():
+        found = [f"{one['name']}: {one['found']}" for one in told["findings"]] or ["nothing stands against it"]
+        lines += [
+            f"{name}: a look-up scores an nRMSE of {number(told['lookup_nrmse'])}",
+            *(f"  {line}" for line in found),
+        ]
+    return "\n".join(lines)
+
+
+def table(audits: Mapping[str, Audit]) -> pd.DataFrame:
+    """What was measured, a row a dataset; what means nothing for a dataset is a dash."""
+    rows = {
+        name: {column: _told(getattr(audit, key)) for column, key in COLUMNS.items()} for name, audit in audits.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("dataset")
+
+
+def _told(value) -> str:
+    return "-" if value is None else str(value) if isinstance(value, int) else number(value, 3)
+
+
+def findings(audits: Mapping[str, Audit]) -> pd.DataFrame:
+    """What stands against believing a score, with its remedy; empty where nothing does."""
+    rows = [(name, one.name, one.found, one.remedy) for name, audit in audits.items() for one in audit.findings]
+    return pd.DataFrame(rows, columns=["dataset", "what", "found", "remedy"])
+
+
+@styled
+def through_time(dataset: Dataset) -> Figure:
+    """One training sample: each channel in space and time in 1-D, at some times in 2-D, as middle slices in 3-D."""
+    sample, family, spec = dataset.splits["train"][0], dataset.family, dataset.spec
+    times = dataset.frames if spec.time_dependent else np.zeros(1, dtype=int)
+    inputs, targets = (fields[0] for fields in dataset.source.read(sample, times))
+    shown = {channel: targets[:, number] for number, channel in enumerate(family.output_channels)}
+    if not spec.time_dependent:
+        shown = {**{channel: inputs[:, number] for number, channel in enumerate(family.input_channels)}, **shown}
+    low, high = min(field.min() for field in shown.values()), max(field.max() for field in shown.values())
+    title = f"{dataset.name}, training sample {sample}: {', '.join(shown)} from {low:.2g} to {high:.2g}"
+    if spec.num_dims == 1:
+        extent = style.edges(dataset.source.coordinates[0]) + style.edges(dataset.source.times[times])
+        figure = style.empty_figure(2.6 * max(len(shown), 2), 2.6, title)
+        for ax, (channel, field) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
+            style.draw_image(ax, field, extent, style.FIELD_COLOURS, style.value_range(field), label(channel))
+            ax.set(xlabel=label("x"), ylabel=label("time t"))
+        return figure
+    extent = style.edges(dataset.source.coordinates[0]) + style.edges(dataset.source.coordinates[1])
+    if spec.num_dims == 3:
+        shown = {channel: field[..., field.shape[-1] // 2] for channel, field in shown.items()}
+        title += f", slices at z = {dataset.source.coordinates[2][len(dataset.source.coordinates[2]) // 2]:.2g}"
+    if not spec.time_dependent:
+        figure = style.empty_figure(2.6 * max(len(shown), 2), 2.2, title)
+        for ax, (channel, field) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
+            style.draw_image(ax, field[0].T, extent, style.FIELD_COLOURS, style.value_range(field), label(channel))
+            ax.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
+        return figure
+    picked = np.unique(np.linspace(0, len(times) - 1, SHOWN_TIMES).astype(int))
+    figure = style.empty_figure(1.9 * len(picked) + 0.8, 1.75 * len(shown) + 0.4, title)
+    grid = figure.subplots(len(shown), len(picked), squeeze=False, sharex=True, sharey=True)
+    for row, (channel, field) in zip(grid, shown.items()):
+        norm = style.value_range(field)
+        for ax, frame in zip(row, picked):
+            bar = label(channel) if ax is row[-1] else ""
+            style.draw_image(ax, field[frame].T, extent, style.FIELD_COLOURS, norm, bar)
+            ax.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
+            if ax in grid[0]:
+                ax.set_title(f"t = {dataset.source.times[times[frame]]:.3g}")
+            ax.locator_params(nbins=3)
+            ax.label_outer()
+    return figure
+
+
+def _some_fields(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """Targets (n, t, C, *grid) of some training samples at the first, middle and last time, and these times."""
+    train = dataset.splits["train"]
+    samples = train[np.unique(np.linspace(0, len(train) - 1, MOST_READ).astype(int))]
+    frames = dataset.frames[np.unique([0, len(dataset.frames) // 2, len(dataset.frames) - 1])]
+    frames = frames if dataset.spec.time_dependent else np.zeros(1, dtype=int)
+    return dataset.source.read(samples, frames)[1], dataset.source.times[frames]
+
+
+@styled
+def spectra(datasets: Mapping[str, Dataset]) -> Figure:
+    """Energy per wavenumber of each dataset's first channel at three times, mean over samples."""
+    import torch
+
+    from upsnb.training.metrics import energy_spectrum  # loads torch, as nothing else about data needs it
+
+    figure = style.empty_figure(3.4 * max(len(datasets), 2), 3.1, "")
+    depths = {}
+    for ax, (name, dataset) in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets.items()):
+        fields, times = _some_fields(dataset)
+        wavenumber, energy = (x.double().numpy() for x in energy_spectrum(torch.from_numpy(fields[:, :, :1])))
+        means = energy[:, :, 0].mean(axis=0)[:, 1:]  # wavenumber 0 has no place on a logarithmic axis
+        depths[name] = float(means[-1, -1] / means[-1].max())
+        for mean, time, colour in zip(means, times, (PALETTE if len(times) > 1 else (BLACK,))):
+            ax.plot(wavenumber[1:], style.positive(mean), color=colour, label=f"t = {time:.3g}")
+        top = means.max()
+        ax.set(xscale="log", yscale="log", ylim=(max(means[means > 0].min() / 2, 1e-12 * top), 2 * top))
+        ax.set(xlabel=label("wavenumber k", "cycles per domain"), title=name)
+        ax.set_ylabel(label(f"energy of {dataset.family.output_channels[0]}"))
+        if dataset.spec.time_dependent:
+            ax.legend(loc="lower left")
+    told = ", ".join(f"{name} {depth:.1g}" for name, depth in depths.items())
+    figure.suptitle(f"What is left at the smallest waves of the largest energy, at the end: {told}")
+    return figure
+
+
+@styled
+def values(datasets: Mapping[str, Dataset]) -> Figure:
+    """How often each value occurs, a panel for each predicted channel; all of three times together."""
+    panels = [(name, dataset, c) for name, dataset in datasets.items() for c in range(dataset.spec.output_channels)]
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    widest = 0.0
+    figure = style.empty_figure(3.0 * max(columns, 2), 2.2 * rows + 0.4, "")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    fields = {name: _some_fields(dataset)[0] for name, dataset in datasets.items()}
+    for ax, (name, dataset, channel) in zip(axes, panels):
+        found = fields[name][:, :, channel].ravel()
+        mean, std = dataset.spec.output_mean[channel], dataset.spec.output_std[channel]
+        widest = max(widest, float(np.abs(found - mean).max() / std))
+        ax.hist(found, bins=60, color=PALETTE[0], log=True)
+        for edge in (mean - std, mean + std):
+            ax.axvline(edge, color=BLACK, linestyle=":", linewidth=1.0)
+        quantity = dataset.family.output_channels[channel]
+        ax.set(xlabel=label(quantity), ylabel=label("points"), title=f"{name}, {mean:.2g} \u00b1 {std:.2g}")
+    for ax in axes[len(panels) :]:
+        ax.remove()
+    figure.suptitle(f"Values lie up to {widest:.1f} standard deviations from their mean (dotted: one)")
+    return figure
