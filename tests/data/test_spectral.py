@@ -275,6 +275,11 @@ def test_an_image_of_a_state_becomes_the_image_of_its_solution(name, solve):
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_frame_is_the_same_whatever_frames_are_asked_for(chaos):
+    few, many = (kuramoto_sivashinsky(chaos, LENGTH, 1.0, np.array(times)) for times in ([0, 0.8], [0, 0.1, 0.2, 0.8]))
+    np.testing.assert_allclose(many[:, -1], few[:, -1], atol=1e-12)
+
+
 @pytest.mark.parametrize("solve", SOLVERS, ids=lambda solve: solve.__name__)
 def test_more_samples_begin_with_the_same_samples(solve, monkeypatch):
     monkeypatch.setitem(spectral.FLOW_BURN_IN, "time", 1.0)

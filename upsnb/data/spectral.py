@@ -1,7 +1,7 @@
 """Reaction-diffusion, Kuramoto-Sivashinsky and Kolmogorov flow on Fourier or cosine modes, in float64.
 
-Each equation is a function of states, parameters and times, for many samples at once; times are equally spaced and
-begin with the states' own. The `solve_` functions draw the states and are what families generate files with.
+Each equation is a function of states, parameters and times, for many samples at once; times begin with the states'
+own. The `solve_` functions draw the states and are what families generate files with.
 """
 
 import math
@@ -57,10 +57,11 @@ def etdrk4(linear: np.ndarray, step: float, nonlinear: Callable) -> Callable:
 
 def _march(state, times: np.ndarray, longest_step: float, method: Callable) -> list:
     """The state at each of the times; `method(step)` gives the function that advances it by a step."""
-    interval = float(times[1] - times[0])
-    num_steps = math.ceil(interval / longest_step - 1e-6)
-    advance, states = method(interval / num_steps), [state]
-    for _ in times[1:]:
+    states, before = [state], 0.0
+    for interval in np.diff(times):
+        if not math.isclose(interval, before, rel_tol=1e-9):
+            num_steps = math.ceil(interval / longest_step - 1e-6)
+            advance, before = method(interval / num_steps), interval
         for _ in range(num_steps):
             state = advance(state)
         states.append(state)
