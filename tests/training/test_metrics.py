@@ -65,6 +65,7 @@ def naive(prediction, target):
         "rmse": np.mean(list(rmse.values())),
         "nrmse_mean": np.mean(list(ratio.values())),
         "nrmse_median": np.median(per_sample),
+        "nrmse_p90": sorted(per_sample)[math.ceil(0.9 * (num_samples - 1))],
         "crmse": np.mean(crmse),
         "max_error": np.mean(largest),
         "brmse": np.mean(brmse),

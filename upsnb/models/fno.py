@@ -67,7 +67,7 @@ class FNO(Surrogate):
         for block in network["blocks"]:
             z = block(z)
         change = network["project"](z).unflatten(1, (spec.output_frames, spec.output_channels))
-        return change + x[:, -1:] if spec.time_dependent else change
+        return change + x[:, -1:, : spec.output_channels] if spec.time_dependent else change
 
     def smallest_grid(self, name: str) -> tuple[int, ...]:
         *modes, last = self.networks[name]["blocks"][0].modes  # a grid must have the waves that the matrices are for

@@ -144,8 +144,15 @@ class Surrogate(nn.Module, ABC):
             frames.append(y.float())
             if not spec.time_dependent:
                 break
-            x = torch.cat((x, frames[-1]), dim=1)[:, -spec.input_frames :]
+            x = self.next_inputs(name, x, frames[-1])
         return self.denormalise(name, torch.cat(frames, dim=1)[:, :num_frames])
+
+    def next_inputs(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """The latest input_frames of x (B, T, C, *grid) and, after it, y (B, t, C_out, *grid); given fields stay."""
+        given = x[:, -1:, y.shape[2] :]
+        if given.shape[2]:
+            y = torch.cat((y, given.expand(-1, y.shape[1], *given.shape[2:])), dim=2)
+        return torch.cat((x, y), dim=1)[:, -self.specs[name].input_frames :]
 
     # -- how it is trained --------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class UPS(Surrogate):
         return self.operator(z_BLD, self.conditions[name](parameters, relative_dt), table)
 
     def decode(self, name: str, z_BLD: Tensor, fields: Tensor, points: Tensor | None = None) -> Tensor:
-        """Latent tokens to normalised output frames, added to the last input frame where channels agree.
+        """Latent tokens to normalised output frames, added to the last input frame where there is a time.
 
         Args:
             z_BLD: (B, L, D) advanced latent.
@@ -117,7 +117,7 @@ class UPS(Surrogate):
             change = self._hold_walls(name, change, tuple(fields.shape[3:]), points)
         if not spec.time_dependent:
             return change
-        last = fields[:, -1:]
+        last = fields[:, -1:, : spec.output_channels]
         return change + (last if points is None else sample_at(last, points, spec.periodic))
 
     def _hold_walls(self, name: str, values: Tensor, shape: tuple[int, ...], points: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class UPS(Surrogate):
     def reconstruct_or_decode(self, name: str, z: Tensor, x: Tensor, points: Tensor | None = None) -> Tensor:
         """Fields out of an advanced latent, by the head that this kind of rollout trains."""
         if self.latent_rollout and self.specs[name].time_dependent:
-            y = self.reconstruct(name, z, tuple(x.shape[3:]))
+            y = self.reconstruct(name, z, tuple(x.shape[3:]))[:, :, : self.specs[name].output_channels]
             return y if points is None else sample_at(y, points, self.specs[name].periodic)
         return self.decode(name, z, x, points)
 

@@ -21,6 +21,7 @@ from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.runs.throughput import median_with_interval, steady_windows
 
+SLICE = ", in the middle of z"
 floats = partial(np.asarray, dtype=float)  # null, which JSON has for NaN and infinity, becomes NaN
 
 
@@ -75,7 +76,7 @@ class RunFigures:
 
     @once
     def prediction(self, name: str) -> Figure:
-        """Truth, prediction and error: in 1-D of the median sample over space and time, in 2-D of each kept sample."""
+        """Truth, prediction and error: in 1-D of the median sample over space and time, else of each kept sample."""
         kept, family = self._examples(name), FAMILIES[self.config.data.datasets[name].family]
         truth, forecast, inputs = kept["truth"][:, :, 0], kept["forecast"][:, :, 0], kept["inputs"][:, -1, 0]
         picks, nrmse = _picks(len(truth)), kept["nrmse"]
@@ -98,6 +99,7 @@ class RunFigures:
             for i, pick in enumerate(picks)
         ]
         told = ", ".join(f"{value:.2g} ({pick})" for pick, value in zip(picks, nrmse))
+        what += SLICE * (truth.ndim == 5)
         title = f"{what}, of {self.results[name]['num_samples']} samples: an nRMSE of {told}"
         return plots.prediction_truth_error_2d(
             samples, quantity=quantity, input_quantity=family.input_channels[0], title=title
@@ -239,13 +241,14 @@ def glance(folder: Path) -> Figure:
 
 
 def data_samples(dataset: Dataset) -> Figure:
-    """The first four training samples: space-time images in 1-D, input over output in 2-D."""
+    """The first four training samples: space-time images in 1-D, input over output in 2-D, a slice of it in 3-D."""
     chosen, family = dataset.splits["train"][:4], dataset.family
     inputs, targets = dataset.source.read(chosen, dataset.frames if dataset.spec.time_dependent else slice(None))
     quantity = label(family.output_channels[0])
     title = (
         f"{dataset.name}: {len(chosen)} of {len(dataset.splits['train']):,} training samples, "
-        f"{family.output_channels[0]} from {targets.min():.2g} to {targets.max():.2g}"
+        f"{family.output_channels[0]} from {targets[:, :, 0].min():.2g} to {targets[:, :, 0].max():.2g}"
+        f"{SLICE * (dataset.spec.num_dims == 3)}"
     )
     if dataset.spec.num_dims == 1:
         extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.times[dataset.frames])
@@ -269,10 +272,11 @@ def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:
     for grid, (given, truth, forecast) in found.items():
         nrmse = float(metrics.nrmse_per_sample(metrics.sample_statistics(forecast, truth))[0])
         size, last = " x ".join(map(str, grid)), (_upright(field[0, -1, 0]) for field in (given, truth, forecast))
-        rows.append(plots.FieldSample(size, *last, nrmse) if len(grid) == 2 else (truth[0, :, 0], forecast[0, :, 0]))
+        rows.append((truth[0, :, 0], forecast[0, :, 0]) if len(grid) == 1 else plots.FieldSample(size, *last, nrmse))
         errors.append(f"{nrmse:.2g} on {size} points")
     title, quantity = f"{dataset.name}, a test sample: an nRMSE of {', '.join(errors)}", family.output_channels[0]
-    if dataset.spec.num_dims == 2:
+    if dataset.spec.num_dims > 1:
+        title += SLICE * (dataset.spec.num_dims == 3)
         return plots.prediction_truth_error_2d(
             rows, quantity=quantity, input_quantity=family.input_channels[0], title=title
         )
@@ -283,8 +287,9 @@ def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:
 
 
 def _upright(field: np.ndarray) -> np.ndarray:
-    """Files hold (x, y), images want rows of y."""
-    return np.asarray(field).T
+    """Files hold (x, y), images want rows of y; of (x, y, z) the middle slice."""
+    field = np.asarray(field)
+    return (field if field.ndim < 3 else field[..., field.shape[-1] // 2]).T
 
 
 def _picks(count: int) -> list[str]:

@@ -20,7 +20,7 @@ FORMAT = 1
 FEWEST_STEPS = 200  # what is `unmet` after fewer means nothing; the first look at params/quick.yaml takes 1,200
 SPLIT_KEYS = {"validation": "val", "test": "test"}
 COLUMNS = (
-    *("dataset", "split", "nRMSE", "median", "without a model", "gain"),
+    *("dataset", "split", "nRMSE", "median", "worst tenth", "without a model", "gain"),
     *("rollout", "rollout without", "rollout gain"),
 )
 
@@ -85,10 +85,14 @@ def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
 
 
 def _scalar_metrics(evaluation: dict) -> dict:
-    """{dataset: {"val" or "test": metrics}}, everything that is one number or one name."""
+    """{dataset: {"val" or "test": metrics}}, everything that is one number or one name, and what channels reached."""
     return {
         name: {
-            SPLIT_KEYS[split]: {key: value for key, value in result.items() if not isinstance(value, (dict, list))}
+            SPLIT_KEYS[split]: {
+                key: value
+                for key, value in result.items()
+                if key == "per_channel" or not isinstance(value, (dict, list))
+            }
             for split, result in splits.items()
         }
         for name, splits in evaluation.get("datasets", {}).items()
@@ -119,7 +123,8 @@ def _share(steps: list[dict], part: str, whole: str) -> float | None:
 def table(report: dict) -> pd.DataFrame:
     """nRMSE [-] per dataset and split, beside what a forecast without a model reaches; gain is the second by the first.
 
-    "nRMSE" and "median" are of one call, "rollout" of self-fed forecasts to the end of the trajectory.
+    "nRMSE", "median" and "worst tenth" (what a tenth of the samples exceeds) are of one call, "rollout" of self-fed
+    forecasts to the end of the trajectory. Where there are several channels, each has a row of its own below.
     """
     rows = []
     for name, split, values in _results(report):
@@ -132,6 +137,7 @@ def table(report: dict) -> pd.DataFrame:
                 "split": split,
                 "nRMSE": number(nrmse),
                 "median": number(values.get("nrmse_median")),
+                "worst tenth": number(values.get("nrmse_p90")),
                 "without a model": f"{called} {number(without)}".strip(),
                 "gain": number(_ratio(without, nrmse), 3),
                 "rollout": number(rollout),
@@ -139,7 +145,13 @@ def table(report: dict) -> pd.DataFrame:
                 "rollout gain": number(_ratio(rollout_without, rollout), 3),
             }
         )
-    return pd.DataFrame(rows, columns=COLUMNS)
+        channels = values.get("per_channel", {})
+        for channel, nrmse in channels.get("nrmse", {}).items() if len(channels.get("nrmse", {})) > 1 else ():
+            row = {"dataset": f"{name}: {channel}", "split": split, "nRMSE": number(nrmse)}
+            if rolled := channels.get("rollout_nrmse"):
+                row["rollout"] = number(rolled[channel])
+            rows.append(row)
+    return pd.DataFrame(rows, columns=COLUMNS).fillna("")
 
 
 def gains(report: dict) -> dict[str, float]:

@@ -65,7 +65,7 @@ def evaluate(
         fraction: share of the split's samples that is measured, the same ones each time.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
-        "per_sample": {...}, "per_time": {...}}}, the same on every rank.
+        "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank.
     """
     was_training = model.training
     model.eval()
@@ -108,22 +108,26 @@ def _forecasts(model, dataset, chosen, config, device) -> Iterator[tuple]:
     starts = range(0, inputs.shape[1] - spec.input_frames - spec.output_frames + 1, spec.output_frames)
     windows = [inputs[:, first : first + spec.input_frames] for first in starts]
     forecast = torch.cat([predict(model, dataset, window, parameters) for window in windows], dim=1)
-    persisted = torch.cat([metrics.persistence(window, spec.output_frames) for window in windows], dim=1)
-    truth = inputs[:, spec.input_frames :][:, : forecast.shape[1]]
+    held = [metrics.persistence(targets[:, : spec.input_frames + n], spec.output_frames) for n in starts]
+    persisted = torch.cat(held, dim=1)
+    truth = targets[:, spec.input_frames :][:, : forecast.shape[1]]
     yield "model", forecast.cpu(), truth.cpu(), index
     yield "baseline", persisted.cpu(), truth.cpu(), index
     if config.rollout:
-        given, truth = inputs[:, : dataset.given_frames], inputs[:, dataset.given_frames :]
+        given, truth = inputs[:, : dataset.given_frames], targets[:, dataset.given_frames :]
         forecast = roll_out(model, dataset, given, parameters, truth.shape[1])
         yield "rollout", forecast.cpu(), truth.cpu(), index
-        yield "rollout_baseline", metrics.persistence(given, truth.shape[1]).cpu(), truth.cpu(), index
+        held = metrics.persistence(targets[:, : dataset.given_frames], truth.shape[1])
+        yield "rollout_baseline", held.cpu(), truth.cpu(), index
 
 
 def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor, Tensor, Tensor]:
     """Whole trajectories: inputs (B, T, C, *grid), targets, parameters (B, P), physical units, on the device."""
-    inputs, targets = dataset.source.read(samples, dataset.frames if dataset.spec.time_dependent else slice(None))
+    inputs, targets = map(torch.from_numpy, dataset.source.read(samples, dataset.frames))
     parameters = torch.from_numpy(dataset.source.parameters[samples])
-    return tuple(torch.as_tensor(x).to(device) for x in (inputs, targets, parameters))
+    inputs = inputs.to(device)
+    targets = inputs[:, :, : targets.shape[2]] if dataset.spec.time_dependent else targets.to(device)
+    return inputs, targets, parameters.to(device)
 
 
 def predict(model: Surrogate, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
@@ -150,6 +154,7 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
         **metrics.reduce(statistics["model"], size),
         baseline: metrics.reduce(statistics["baseline"], size)["nrmse_mean"],
         "per_sample": {"samples": samples.tolist(), "nrmse": metrics.nrmse_per_sample(statistics["model"]).tolist()},
+        "per_channel": {"nrmse": _by_channel(dataset, statistics["model"])},
         "per_time": {},
         "spectrum": {  # of the first channel at the last frame, mean over all samples
             "wavenumber": list(range(len(energy[0]))),
@@ -161,6 +166,7 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
         rollout, persisted = statistics["rollout"], statistics["rollout_baseline"]
         summary |= {f"rollout_{key}": value for key, value in metrics.reduce(rollout, size).items()}
         summary[f"rollout_{baseline}"] = metrics.reduce(persisted, size)["nrmse_mean"]
+        summary["per_channel"]["rollout_nrmse"] = _by_channel(dataset, rollout)
         summary["per_sample"]["rollout_nrmse"] = metrics.nrmse_per_sample(rollout).tolist()
         summary["per_sample"]["rollout_persistence_nrmse"] = metrics.nrmse_per_sample(persisted).tolist()
         summary["per_time"] = {
@@ -171,6 +177,11 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
             "persistence_nrmse": metrics.nrmse_per_time(persisted).tolist(),
         }
     return summary
+
+
+def _by_channel(dataset: Dataset, statistics: dict[str, Tensor]) -> dict[str, float]:
+    """Mean nRMSE of each channel, over samples and frames."""
+    return dict(zip(dataset.family.channels, metrics.nrmse(statistics).mean((0, 1)).tolist(), strict=True))
 
 
 def _quartiles(statistics: dict[str, Tensor]) -> list[list[float]]:
@@ -208,7 +219,7 @@ def save_examples(
         if dataset.spec.time_dependent:
             given = inputs[:, : dataset.given_frames]
             forecast = roll_out(model, dataset, given, parameters, inputs.shape[1] - given.shape[1])
-            inputs, targets = given, inputs[:, dataset.given_frames :]
+            inputs, targets = given, targets[:, dataset.given_frames :]
         else:
             forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
         arrays |= {

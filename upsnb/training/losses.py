@@ -258,14 +258,14 @@ class FieldObjective(Objective):
         if "spectral" in active:
             terms["spectral"] = spectral_error(y, target, len(space))
         if "conservation" in active:
-            terms["conservation"] = (y.mean(space) - x[:, -1:].mean(space)).square().mean()
+            terms["conservation"] = (y.mean(space) - x[:, -1:, : y.shape[2]].mean(space)).square().mean()
         return terms
 
     def _second_call(self, batch: Batch, forecast: Forecast, y: Tensor) -> Tensor:
         """Relative error of the next forecast, fed by the first one's output."""
         name, model = batch.dataset, self.model
         spec = model.specs[name]
-        again = forecast.next(torch.cat((forecast.x, y.float()), dim=1)[:, -spec.input_frames :]).at()
+        again = forecast.next(model.next_inputs(name, forecast.x, y.float())).at()
         return relative_error(
             model.denormalise(name, again.float()), batch.targets[:, spec.output_frames : 2 * spec.output_frames]
         )
@@ -315,7 +315,7 @@ class UPSObjective(FieldObjective):
         z, advanced = forecast.z, forecast.advanced
         if "forward" in active:
             with torch.no_grad():
-                future = model.encode(name, target)
+                future = model.encode(name, model.next_inputs(name, x, target))
             terms["forward"] = latent_error(advanced, future)
         if "inv_enc" in active:
             with span(INVERSE):
@@ -324,7 +324,7 @@ class UPSObjective(FieldObjective):
                 terms["inv_enc"] = relative_error(again.float() - zero, x - zero)
         if "inv_dec" in active:
             with span(INVERSE):
-                terms["inv_dec"] = latent_error(model.encode(name, grid_y), advanced)
+                terms["inv_dec"] = latent_error(model.encode(name, model.next_inputs(name, x, grid_y)), advanced)
         if "latent_norm" in active:
             terms["latent_norm"] = sum(
                 (tokens.float().square().mean((1, 2)) - 1).square().mean() for tokens in (z, advanced)

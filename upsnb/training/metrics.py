@@ -24,6 +24,7 @@ REDUCED_KEYS = (
     "rmse",
     "nrmse_mean",
     "nrmse_median",
+    "nrmse_p90",
     "crmse",
     "max_error",
     "brmse",
@@ -128,7 +129,8 @@ def nrmse_per_time(statistics: dict[str, Tensor]) -> Tensor:
 def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str, float]:
     """The metrics of a whole split; keys are `REDUCED_KEYS`, units those of the field but for the two nRMSE.
 
-    rmse, nrmse_mean: mean over sample, time, channel. nrmse_median: median over samples of `nrmse_per_sample`.
+    rmse, nrmse_mean: mean over sample, time, channel. nrmse_median, nrmse_p90: of `nrmse_per_sample`, what half and a
+        tenth of the samples exceed.
     crmse: sqrt of the mean over samples of (spatial mean of e)^2, then mean over time and channel.
     max_error: largest |e| over samples and space, then mean over time and channel.
     brmse: root mean square over boundary points of each sample and frame, then mean. A grid point on two faces (2-D
@@ -144,12 +146,15 @@ def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str,
     if statistics["error_square"].shape[0] == 0:
         raise DataError("statistics of no sample -> evaluate at least one")
     per_sample = nrmse_per_sample(statistics)
+    # torch.median takes the lower of two middle values, everyone else's median averages them; "higher" never mixes a
+    # finite value with an infinite one
+    median, most = np.median(per_sample.cpu()), np.quantile(per_sample.cpu(), 0.9, method="higher")
     shells = statistics["shell_error_square"].to(per_sample.dtype).mean(0).sqrt() * domain_size
     reduced = {
         "rmse": statistics["error_square"].sqrt().mean(),
         "nrmse_mean": per_sample.mean(),
-        # torch.median takes the lower of two middle values; everyone else's median averages them.
-        "nrmse_median": torch.as_tensor(np.median(per_sample.cpu().numpy())).to(per_sample),
+        "nrmse_median": torch.as_tensor(median).to(per_sample),
+        "nrmse_p90": torch.as_tensor(most).to(per_sample),
         "crmse": statistics["error_mean"].square().mean(0).sqrt().mean(),
         "max_error": statistics["error_max"].amax(0).mean(),
         "brmse": statistics["boundary_error_square"].sqrt().mean(),
