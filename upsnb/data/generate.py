@@ -318,8 +318,6 @@ def _unfinished(path: Path, plan: str) -> Iterator[h5py.File]:
 
 
 def _check(family: Family, path: Path, parameters: dict[str, float], **settings: tuple[int, int]) -> None:
-    if family.solve is None:
-        raise DataError(f"{path}: {family.name} cannot be generated -> name its files")
     for name, (value, least) in settings.items():
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
             raise DataError(f"{path}: {name} is {value!r} -> expected a whole number of at least {least}")

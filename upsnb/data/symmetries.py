@@ -1,7 +1,7 @@
 """Symmetries of equations: what turns a solution into another one; a family's row names its own.
 
-"shift": along every periodic axis. "sign": of all values. "turn": mirror images and turns of the box, 2 in 1-D, the
-square's 8 and the cube's 48; components of vectors turn with it.
+"shift": along every periodic axis; "shift x": along the first one alone. "sign": of all values. "turn": mirror images
+and turns of the box, 2 in 1-D, the square's 8 and the cube's 48; components of vectors turn with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from upsnb.data.layouts import Family
 
-KINDS = ("shift", "sign", "turn")
+KINDS = ("shift", "shift x", "sign", "turn")
 SWAPS = ((), (), ((0, 1),), ((0, 1), (1, 2), (0, 1)))  # by dimension: axes whose exchanges make every order of axes
 # ... and which of these to make for each order: every one once
 ORDERS = ((), ((),), ((0,), (1,)), ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)))
@@ -29,8 +29,8 @@ def images(family: Family, inputs: Tensor, targets: Tensor, draws: np.ndarray) -
         draws: (B, 2) in [0, 1), which decide the image.
     """
     grid, fields = tuple(inputs.shape[3:]), [inputs, targets]
-    if "shift" in family.symmetries:
-        axes = [axis for axis, wraps in enumerate(family.periodic) if wraps]
+    if {"shift", "shift x"} & set(family.symmetries):
+        axes = [axis for axis, wraps in enumerate(family.periodic) if wraps] if "shift" in family.symmetries else [0]
         for axis, cells in zip(axes, _digits(draws[:, 0], [grid[axis] for axis in axes])):
             fields = [_shift(x, 3 + axis, cells) for x in fields]
     sign, element = _digits(draws[:, 1], [2, num_turns(grid)])
