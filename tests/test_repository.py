@@ -18,6 +18,8 @@ from packaging.utils import canonicalize_name
 from upsnb import __main__ as command
 from upsnb import hardware, overlays, phases
 from upsnb.config import RunConfig
+from upsnb.data import datasets
+from upsnb.data.families import FAMILIES
 from upsnb.errors import ConfigError, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +34,7 @@ MODULES = {
     if path.name != "__init__.py"
 }
 PARAMS = sorted((ROOT / "params").glob("*.yaml"))
+OF_FAMILIES = sorted((ROOT / "params/family").glob("*.yaml"))
 ROLLBACKS = sorted((ROOT / "params/rollback").glob("*.yaml"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -242,7 +245,7 @@ def _is_module(name: str) -> bool:
 # -- params, documents, notebooks ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PARAMS, ids=ids(PARAMS))
+@pytest.mark.parametrize("path", PARAMS + OF_FAMILIES, ids=ids(PARAMS + OF_FAMILIES))
 def test_params_file_is_valid_and_runs_here_or_says_why_not(path):
     config = overlays.load(path)
     try:
@@ -256,6 +259,16 @@ def test_params_file_stands_alone_or_goes_on_top_as_the_documents_say(path):
     """Without `preset: ""` the notebook's own preset stays below a file, under papermill as well."""
     (row,) = re.findall(rf"^\|.*`params/{path.name}`.*\| (.*) \|$", (ROOT / "docs/runs.md").read_text(), re.MULTILINE)
     assert ("preset" in yaml.safe_load(path.read_text())) is not row.startswith("on top of")
+
+
+def test_every_family_has_a_params_file_whose_model_fits_its_grid():
+    assert [path.stem for path in OF_FAMILIES] == sorted(FAMILIES)
+    for path in OF_FAMILIES:
+        config = overlays.load(path)
+        (outline,) = datasets.outlines(config, ROOT).values()
+        assert outline.spec.family == path.stem and outline.spec.patch >= 2
+        assert config.data.datasets[path.stem].augment == bool(FAMILIES[path.stem].symmetries)
+        assert yaml.safe_load(path.read_text())["preset"] == ""
 
 
 @pytest.mark.parametrize("phase", phases.PHASES, ids=lambda phase: phase.name)
@@ -347,7 +360,7 @@ def test_notebook_shows_a_few_knobs_first_and_everything_else_below(path):
         assert phases.setting(config, setting) == yaml.safe_load(value), name
 
 
-@pytest.mark.parametrize("path", PARAMS, ids=ids(PARAMS))
+@pytest.mark.parametrize("path", PARAMS + OF_FAMILIES, ids=ids(PARAMS + OF_FAMILIES))
 def test_training_notebook_takes_every_params_file(path):
     notebook = ROOT / "notebooks" / "01_train.ipynb"
     if not notebook.exists():

@@ -5,6 +5,7 @@ Always in float32, without TensorFloat-32: a metric must not depend on how fast 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,7 +145,7 @@ def roll_out(model: Surrogate, dataset: Dataset, given, parameters, num_frames: 
 
 def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> dict:
     spec = dataset.spec
-    size = float(dataset.family.domain[0][1] - dataset.family.domain[0][0])
+    size = math.prod(high - low for low, high in dataset.family.domain)
     statistics = {kind: metrics.concatenate(parts) for kind, parts in merged.items() if parts}
     energy = statistics.get("rollout", statistics["model"])["energy"].double().mean(0)[:, 0].tolist()
     baseline = metrics.baseline_key(not spec.time_dependent)
