@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from upsnb import overlays
-from upsnb.config import RunConfig
+from upsnb.config import DatasetConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.families import FAMILIES
 from upsnb.errors import ConfigError
@@ -76,9 +76,22 @@ def test_its_memory_is_predicted_before_there_is_data(heat_config, tmp_path):
     [
         ({"training.lambda_positivity": 0.1}, "training.lambda_positivity: acts on .*darcy2d.* only"),
         ({"data.datasets.heat.augment": True}, "data.datasets.heat.augment: no symmetry of heat1d is known"),
+        ({"data.datasets.heat.family": "reacdiff1d"}, "heat.generate.parameter: reacdiff1d has Nu, rho"),
+        ({"data.datasets.heat.generate": {"parameters": {"rho": 1.0}}}, "parameters.rho: heat1d has no such parameter"),
         ({"data.datasets.heat.family": "heat2d"}, "choose 'advection1d' or .* or 'heat1d'"),
     ],
 )
 def test_what_its_row_does_not_have_is_refused(heat_config, overlay, problem):
     with pytest.raises(ConfigError, match=problem):
         heat_config(**overlay)
+
+
+def test_what_is_not_said_of_generated_data_is_its_rows(tmp_path):
+    def name(**generate) -> str:
+        return datasets.generated_path(DatasetConfig.model_validate(generate), tmp_path).name
+
+    assert name(family="reacdiff1d", generate={"parameters": {"rho": 2.0}}) == (
+        "ReacDiff_Nu0.5_rho2_n128_x128_t41_seed0.hdf5"
+    )
+    assert name(family="shallowwater2d", generate={"resolution": 16}) == "2D_rdb_n128_x16_t26_seed0.hdf5"
+    assert name(family="darcy2d", generate={"parameter": 0.1}) == "2D_DarcyFlow_beta0.1_n128_x64_seed0.hdf5"

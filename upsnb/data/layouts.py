@@ -126,25 +126,25 @@ def _dataset(family: Family, path: Path, handle: h5py.File, key: str, axes: tupl
     HDF5 follows a virtual dataset that is made of itself until the process crashes, opens whatever file an external
     link names, and gives zeros for what was declared and never written.
     """
-    links, parts = handle.id.links, key.split("/")
-    for name in ("/".join(parts[: n + 1]).encode() for n in range(len(parts))):
-        if links.exists(name) and links.get_info(name).type == h5py.h5l.TYPE_EXTERNAL:
-            found = f"{path}: {name.decode()}: a link to another file"
-            raise DataError(f"{found} -> name that file, or copy the values into this one")
-        if not links.exists(name):
-            break
-    try:
-        dataset = handle.get(key)
-    except Exception:  # a link to itself
-        dataset = None
+    links, parts, name, dataset = handle.id.links, key.split("/"), "", None
+    try:  # by h5py's lower level: a grouped file has tens of thousands of datasets
+        for name in ("/".join(parts[: n + 1]) for n in range(len(parts))):
+            if elsewhere := links.get_info(name.encode()).type == h5py.h5l.TYPE_EXTERNAL:
+                break
+        dataset = None if elsewhere else handle[key]
+    except Exception:  # nothing, a link to itself, or an array instead of a group
+        elsewhere = False
+    if elsewhere:
+        found = f"{path}: {name}: a link to another file"
+        raise DataError(f"{found} -> name that file, or copy the values into this one")
     if not isinstance(dataset, h5py.Dataset):
-        raise DataError(
-            f"{path}: key {key!r} is missing or a group -> is this a {family.name} file? keys found: {_names(handle)}"
-        )
-    if dataset.shape is None or dataset.is_virtual or dataset.external or dataset.file.filename != handle.filename:
+        found = f"{path}: key {key!r} is missing or a group"
+        raise DataError(f"{found} -> is this a file of {family.name}? keys found: {_names(handle)}")
+    plan, foreign = dataset.id.get_create_plist(), h5py.h5f.get_name(dataset.id) != h5py.h5f.get_name(handle.id)
+    if dataset.shape is None or dataset.is_virtual or plan.get_external_count() or foreign:
         raise DataError(f"{path}: {key}: holds no values of its own -> copy the values into this file")
     stored, needed = dataset.id.get_storage_size(), math.prod(dataset.shape) * dataset.dtype.itemsize
-    if needed > stored * (DEFLATED if dataset.id.get_create_plist().get_nfilters() else 1):
+    if needed > stored * (DEFLATED if plan.get_nfilters() else 1):
         raise DataError(
             f"{path}: {key}: shape {dataset.shape} takes {needed / 2**30:.3g} GiB, {stored / 2**30:.3g} GiB are there"
             " -> it was never written to its end, download or generate it again"
