@@ -1,5 +1,7 @@
 """Solvers by finite volumes against exact solutions, conservation, symmetry, finer grids and published files."""
 
+from functools import partial
+
 import h5py
 import numpy as np
 import pytest
@@ -273,12 +275,23 @@ def test_what_a_sample_becomes_does_not_depend_on_the_others():
         np.testing.assert_array_equal(solve(first), np.concatenate([solve(one[None]) for one in first]))
 
 
+@pytest.mark.parametrize("name", ["Nu", "eta", "zeta", "M"])
+def test_negative_parameters_are_refused(name):
+    parameters = {**dict.fromkeys(("Nu", "eta", "zeta", "M"), 0.1), name: -1.0}
+    solve = finite_volumes.solve_burgers if name == "Nu" else partial(finite_volumes.solve_gas, 2)
+    with pytest.raises(DataError, match=f"{name} is -1 -> expected"):
+        next(solve(0, range(1), parameters, 8, np.array([0, 1.0])))
+
+
 @pytest.mark.parametrize(("dims", "mach"), [(2, 0.1), (2, 1.0), (3, 1.0)])
 def test_a_gas_has_the_mach_number_it_is_drawn_with(dims, mach):
-    for sample in range(5):
+    found = []
+    for sample in range(6):
         density, *velocity, pressure = draw_gas(7, sample, dims, 12, mach)
         sound = np.sqrt(GAMMA * np.exp(np.log(pressure).mean() - np.log(density).mean()))
-        assert np.sqrt((np.square(velocity).sum(axis=0)).mean()) / sound == pytest.approx(mach, rel=1e-6)
+        found.append(np.sqrt((np.square(velocity).sum(axis=0)).mean()) / sound)
+    assert np.isclose(found, mach, rtol=1e-6).sum() >= 2  # the others have a window over them
+    assert max(found) < 1.01 * mach
 
 
 def test_one_seed_is_one_gas_at_every_resolution():

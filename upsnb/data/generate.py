@@ -72,8 +72,12 @@ def initial_state(waves: Waves, x: np.ndarray) -> np.ndarray:
         state += amplitude * np.sin(2 * np.pi * wavenumber * x + phase)
     folds, left = per_sample(waves.folds), per_sample(waves.windows)
     state = np.where(folds != 0, folds * np.abs(state), state)
-    edges = np.tanh((x - left) / WINDOW_SOFTNESS) - np.tanh((x - left - WINDOW_WIDTH) / WINDOW_SOFTNESS)
-    return np.where(np.isnan(left), state, 0.5 * edges * state)
+    return np.where(np.isnan(left), state, window(x, left) * state)
+
+
+def window(x: np.ndarray, left: np.ndarray | float) -> np.ndarray:
+    """1 from `left` on, 0 outside."""
+    return 0.5 * (np.tanh((x - left) / WINDOW_SOFTNESS) - np.tanh((x - left - WINDOW_WIDTH) / WINDOW_SOFTNESS))
 
 
 def advection_solution(waves: Waves, beta: float, x: np.ndarray, times: np.ndarray) -> np.ndarray:

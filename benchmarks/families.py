@@ -1,0 +1,165 @@
+"""What is generated beside what is published: fields, sizes and spectra, and flows gone on with from a published frame.
+
+    python benchmarks/families.py ../shared/data/pdebench-small      # a minute a family; or --only cfd2d cfd3d
+
+The folder holds small files of PDEBench. Each is compared with samples of its row's solver at its grid, times and
+parameters: figures and families.json in outputs/reference/families/. Where a solver can start from any state, it also
+starts from the first frames of the file, and the nRMSE at later frames is noted for every channel.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from keep import save
+
+from upsnb.data.families import FAMILIES
+from upsnb.data.finite_volumes import burgers, compressible
+from upsnb.data.generate import generate
+from upsnb.data.source import Source, open_source
+from upsnb.report import style
+from upsnb.report.style import FIELD_COLOURS, draw_image, empty_figure, label, legend, styled, value_range
+from upsnb.training.metrics import energy_spectrum
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_SAMPLES = 16
+LATER = (0.05, 0.25, 0.5, 1.0)  # of the whole time: frames at which a flow that was gone on with is compared
+
+
+def _gas(dims: int):
+    """Compressible flow with channels in the file's order: density, pressure, velocities."""
+    order = [0, *range(2, 2 + dims), 1]
+
+    def solve(first, parameters, times):
+        cell = (2 if dims == 1 else 1) / first.shape[-1]
+        flow = compressible(first[:, order], parameters["eta"], parameters["zeta"], cell, times)
+        return flow[:, :, np.argsort(order)]
+
+    return solve
+
+
+STARTED = {  # family: (n, C, *grid), parameters and times to (n, T, C, *grid)
+    "burgers1d": lambda first, parameters, times: burgers(first[:, 0], parameters["Nu"], times)[:, :, None],
+    **{f"cfd{dims}d": _gas(dims) for dims in (1, 2, 3)},
+}
+
+
+def gone_on_with(source: Source, fields: np.ndarray, parameters: dict) -> dict:
+    """nRMSE of our flow from the file's first frame, mean over samples: channel -> one number for each time."""
+    frames = sorted({round(part * (source.num_times - 1)) for part in LATER} - {0})
+    times, space = source.times[[0, *frames]].astype(np.float64), tuple(range(3, fields.ndim))
+    found = STARTED[source.family.name](fields[:, 0].astype(np.float64), parameters, times)[:, 1:]
+    error = np.sqrt(((found - fields[:, frames]) ** 2).mean(space) / (fields[:, frames] ** 2).mean(space)).mean(axis=0)
+    told = {channel: error[:, number].round(6).tolist() for number, channel in enumerate(source.family.channels)}
+    return {"times": times[1:].round(6).tolist(), "nrmse": told}
+
+
+def sizes(fields: np.ndarray, channels) -> dict:
+    """Range, mean and spread of every channel, and the mean square's share in each shell of wavenumbers at the end."""
+    energy = energy_spectrum(torch.from_numpy(fields[:, -1:]))[1].mean(dim=(0, 1))[:, 1:]
+    shares = (energy / energy.sum(dim=1, keepdim=True))[:, :8].tolist()
+    return {
+        channel: {
+            **{name: float(getattr(fields[:, :, number], name)()) for name in ("min", "max", "mean", "std")},
+            "energy_shares": [round(share, 6) for share in shares[number]],
+        }
+        for number, channel in enumerate(channels)
+    }
+
+
+@styled
+def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: str):
+    """First channel: three samples over time in 1D, one sample at three times else; and spectra at the end."""
+    source = pair["published"]
+    family, dims = source.family, source.family.num_dims
+    figure = empty_figure(9.0, 3.8, title)
+    left, right = figure.subfigures(1, 2, width_ratios=[2.1, 1])
+    grid, curve = left.subplots(2, 3, sharex=True, sharey=True), right.subplots()
+    for row, (name, values) in zip(grid, fields.items(), strict=True):
+        last = values.shape[1] - 1
+        if dims == 1:
+            images = [(f"{name}, sample {n}", values[n % len(values), :, 0]) for n in range(3)]
+        else:
+            shown = [(n, 0) for n in range(3)] if last == 0 else [(0, frame) for frame in (0, last // 2, last)]
+            images = []
+            for sample, frame in shown:
+                image = values[sample, frame, 0]
+                image = image if dims == 2 else image[:, :, image.shape[-1] // 2]
+                images.append((f"{name}, t = {pair[name].times[frame]:.3g}", image.T))
+        (low, high), norm = family.domain[0], value_range(np.stack([image for _, image in images]))
+        above = pair[name].times[[0, -1]] if dims == 1 else family.domain[1]
+        for ax, (words, image) in zip(row, images, strict=True):
+            draw_image(
+                ax,
+                image,
+                (low, high, *above),
+                FIELD_COLOURS,
+                norm,
+                label(next(iter(family.channels))) if ax is row[-1] else "",
+            )
+            ax.set(xlabel=label("x"), ylabel=label("time t" if dims == 1 else "y"))
+            ax.set_title(words, fontsize=8)
+            ax.label_outer()
+    for (name, values), look in zip(
+        fields.items(), ({"color": style.BLACK, "linewidth": 2}, {"color": style.VERMILLION}), strict=True
+    ):
+        for frame, dash in ((0, ":"), (values.shape[1] - 1, "-")):
+            number, energy = energy_spectrum(torch.from_numpy(values[:, frame : frame + 1, :1]))
+            when = f"{name}, t = {pair[name].times[frame]:.3g}"
+            curve.plot(number[1:], energy.mean(dim=(0, 1, 2))[1:], linestyle=dash, label=when, **look)
+    curve.set(
+        xscale="log", yscale="log", ylim=(max(curve.dataLim.y0, 1e-9 * curve.dataLim.y1) / 2, 2 * curve.dataLim.y1)
+    )
+    curve.set(xlabel=label("wavenumber k", "cycles per domain"), ylabel=label("energy, mean over samples"))
+    legend(curve, 1)
+    return figure
+
+
+def compare(name: str, file: Path, folder: Path) -> dict:
+    """One family's figure, saved, and its numbers."""
+    published = open_source(name, file, num_samples=MOST_SAMPLES)
+    family = published.family
+    parameters = {key: float(value) for key, value in zip(family.parameters, published.parameters[0], strict=True)}
+    settings = parameters, published.grid_shape[0], published.num_times
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as temporary:
+        made = generate(family, Path(temporary) / file.name, max(3, published.num_samples), *settings)
+        spent = time.process_time() - began
+        pair = {"published": published, "generated": open_source(name, made)}
+        fields = {which: source.read_all()[1] for which, source in pair.items()}
+    words = ", ".join(f"{key} {value:g}" for key, value in parameters.items())
+    title = f"{family.title}{words and ', '}{words}: published flows above, generated ones below, and their spectra"
+    style.save(side_by_side(pair, fields, title), folder, name)
+    found = {
+        "file": file.name,
+        "grid": list(published.grid_shape),
+        "frames": published.num_times,
+        "cpu_s_per_sample": round(spent / len(fields["generated"]), 3),
+        **{which: sizes(values, family.channels) for which, values in fields.items()},
+    }
+    if name in STARTED:
+        found["from_first_frame"] = gone_on_with(published, fields["published"], parameters)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where PDEBench's small files are")
+    parser.add_argument("--only", nargs="*", default=list(FAMILIES), help="families; what is known of others stays")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/families")
+    args = parser.parse_args()
+    path = args.output / "families.json"
+    families = json.loads(path.read_text())["families"] if path.is_file() else {}
+    for name in args.only:
+        files = sorted(args.folder.glob(f"{FAMILIES[name].file_stem}*"))
+        if files and FAMILIES[name].solve is not None:
+            families[name] = compare(name, files[0], args.output)
+    save({"families": dict(sorted(families.items()))}, path)
+
+
+if __name__ == "__main__":
+    main()
