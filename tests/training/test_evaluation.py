@@ -10,6 +10,7 @@ import torch
 from waiting import LONGEST_S
 
 from upsnb.config import EvaluationConfig
+from upsnb.data import audit
 from upsnb.data.symmetries import turn
 from upsnb.training import evaluation, metrics, parallel
 from upsnb.training.evaluation import evaluate, spread
@@ -44,7 +45,14 @@ def expect_close(first, second, rel=1e-5):
 
 
 def run(setup, split="validation", **settings):
-    return evaluate(setup.model, setup.datasets, split, EvaluationConfig(**settings), setup.ranks)
+    return evaluate(setup.model, setup.datasets, split, EvaluationConfig(**settings), setup.ranks, lookup=True)
+
+
+def test_a_look_up_scores_what_an_audit_says(setup):
+    found = run(setup, "test")
+    for name, key in (("advection", "rollout_lookup_nrmse_mean"), ("darcy", "lookup_nrmse_mean")):
+        dataset = setup.datasets[name]
+        assert found[name][key] == pytest.approx(audit.audit(dataset.source, dataset.splits).lookup_nrmse, rel=1e-5)
 
 
 def test_metrics_do_not_depend_on_samples_per_call(setup):
@@ -72,7 +80,7 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(setup, monkeypatch, num_ra
 
     def one(rank):
         ranks = Ranks(rank, num_ranks)
-        results[rank] = evaluate(setup.model, setup.datasets, "validation", EvaluationConfig(), ranks)
+        results[rank] = evaluate(setup.model, setup.datasets, "validation", EvaluationConfig(), ranks, lookup=True)
         calls.append(rank)
 
     setup.model.eval()

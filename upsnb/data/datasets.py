@@ -17,7 +17,7 @@ from upsnb.config import DatasetConfig, GenerateConfig, RunConfig
 from upsnb.data.families import FAMILIES
 from upsnb.data.generate import generate
 from upsnb.data.layouts import Family
-from upsnb.data.source import Source, open_source, split_samples
+from upsnb.data.source import Source, initial_states, nearest_states, open_source, split_samples
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import DataError
 
@@ -62,6 +62,12 @@ class Dataset:
         blocks = (train[start : start + STATISTICS_SAMPLES] for start in range(0, len(train), STATISTICS_SAMPLES))
         total = sum(self.source.read(block)[1].sum(axis=0, dtype=np.float64) for block in blocks)
         return (total / len(train)).astype(np.float32)
+
+    def twins(self, samples: np.ndarray) -> np.ndarray:
+        """Of each sample the training sample that begins most alike, (n,) int64; reads the first frame of all."""
+        train = self.splits["train"]
+        states = initial_states(self.source, np.concatenate([train, samples]))
+        return train[nearest_states(states[len(train) :], states[: len(train)])[0]]
 
     def pairs(self, split: str, calls: int = 1) -> np.ndarray:
         """All (sample, first frame) of a split that leave room for `calls` consecutive forecasts, (P, 2) int64."""

@@ -21,7 +21,7 @@ FEWEST_STEPS = 200  # what is `unmet` after fewer means nothing; the first look 
 SPLIT_KEYS = {"validation": "val", "test": "test"}
 COLUMNS = (
     *("dataset", "split", "nRMSE", "median", "worst tenth", "without a model", "gain"),
-    *("rollout", "rollout without", "rollout gain"),
+    *("rollout", "rollout without", "rollout gain", "look-up"),
 )
 
 # -- numbers -------------------------------------------------------------------------------------------------------
@@ -124,7 +124,8 @@ def table(report: dict) -> pd.DataFrame:
     """nRMSE [-] per dataset and split, beside what a forecast without a model reaches; gain is the second by the first.
 
     "nRMSE", "median" and "worst tenth" (what a tenth of the samples exceeds) are of one call, "rollout" of self-fed
-    forecasts to the end of the trajectory. Where there are several channels, each has a row of its own below.
+    forecasts to the end of the trajectory, "look-up" of the training sample that begins most alike. Where there are
+    several channels, each has a row of its own below.
     """
     rows = []
     for name, split, values in _results(report):
@@ -143,6 +144,7 @@ def table(report: dict) -> pd.DataFrame:
                 "rollout": number(rollout),
                 "rollout without": number(rollout_without),
                 "rollout gain": number(_ratio(rollout_without, rollout), 3),
+                "look-up": number(values.get("rollout_lookup_nrmse_mean", values.get("lookup_nrmse_mean"))),
             }
         )
         channels = values.get("per_channel", {})

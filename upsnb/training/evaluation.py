@@ -58,12 +58,14 @@ def evaluate(
     ranks: Ranks,
     alive: Callable[[], None] = lambda: None,
     fraction: float = 1.0,
+    lookup: bool = False,
 ) -> dict[str, dict]:
     """Metrics of every dataset on one split; all ranks enter, each takes a share of the samples.
 
     Args:
         alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
         fraction: share of the split's samples that is measured, the same ones each time.
+        lookup: score the trajectory of the training sample that begins most alike as well; reads all initial states.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
         "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank.
@@ -76,11 +78,12 @@ def evaluate(
         if len(samples) == 0:
             continue
         share = samples[ranks.rank :: ranks.world_size]
-        parts: dict[str, list] = {"model": [], "baseline": [], "rollout": [], "rollout_baseline": []}
+        parts: dict[str, list] = {kind: [] for kind in ("model", "baseline", "rollout", "rollout_baseline", "lookup")}
+        twins = dataset.twins(samples)[ranks.rank :: ranks.world_size] if lookup else share[:0]
         for start in range(0, len(share), config.samples_per_call):
             alive()
-            chosen = share[start : start + config.samples_per_call]
-            for kind, forecast, truth, index in _forecasts(model, dataset, chosen, config, ranks.device):
+            chosen, known = (some[start : start + config.samples_per_call] for some in (share, twins))
+            for kind, forecast, truth, index in _forecasts(model, dataset, chosen, known, config, ranks.device):
                 parts[kind].append(metrics.sample_statistics(forecast, truth, sample_index=index))
         gathered = parallel.all_gather_objects(ranks, parts)
         merged = {kind: [p for rank in gathered for p in rank[kind]] for kind in parts}
@@ -95,11 +98,15 @@ def spread(samples: np.ndarray, fraction: float) -> np.ndarray:
     return samples[(np.arange(count) * len(samples)) // max(count, 1)]
 
 
-def _forecasts(model, dataset, chosen, config, device) -> Iterator[tuple]:
+def _forecasts(model, dataset, chosen, twins, config, device) -> Iterator[tuple]:
     """(kind, forecast, truth, sample index) of some samples, in physical units on the CPU."""
     spec = dataset.spec
     inputs, targets, parameters = read_samples(dataset, chosen, device)
     index = torch.from_numpy(chosen)
+    if len(twins):
+        first = dataset.given_frames if spec.time_dependent else 0
+        known = read_samples(dataset, twins, device)[1]
+        yield "lookup", known[:, first:].cpu(), targets[:, first:].cpu(), index
     if not spec.time_dependent:
         forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
         yield "model", forecast.cpu(), targets.cpu(), index
@@ -148,12 +155,16 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
     size = math.prod(high - low for low, high in dataset.family.domain)
     statistics = {kind: metrics.concatenate(parts) for kind, parts in merged.items() if parts}
     energy = statistics.get("rollout", statistics["model"])["energy"].double().mean(0)[:, 0].tolist()
-    baseline = metrics.baseline_key(not spec.time_dependent)
+    baseline, lookup = metrics.baseline_key(not spec.time_dependent), {}
+    if "lookup" in statistics:
+        key = "rollout_lookup_nrmse_mean" if spec.time_dependent else "lookup_nrmse_mean"
+        lookup = {key: metrics.reduce(statistics["lookup"], size)["nrmse_mean"]}
     summary = {
         "num_samples": len(samples),
         "baseline": metrics.baseline_name(not spec.time_dependent),
         **metrics.reduce(statistics["model"], size),
         baseline: metrics.reduce(statistics["baseline"], size)["nrmse_mean"],
+        **lookup,
         "per_sample": {"samples": samples.tolist(), "nrmse": metrics.nrmse_per_sample(statistics["model"]).tolist()},
         "per_channel": {"nrmse": _by_channel(dataset, statistics["model"])},
         "per_time": {},

@@ -415,12 +415,13 @@ class Loop:
 
     def _evaluate(self, split: str, examples: str, fraction: float = 1.0) -> dict:
         """Metrics of a share of the split from all ranks; rank 0 writes forecasts to the file `examples`."""
-        setup, settings = self.setup, self.config.evaluation
+        setup, settings, ranked = self.setup, self.config.evaluation, examples == runfolder.EXAMPLES
         # Eager: other batch sizes would compile anew, for one call each.
         with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
-            results = evaluation.evaluate(model, setup.datasets, split, settings, self.ranks, self._beat, fraction)
+            judged = setup.datasets, split, settings, self.ranks, self._beat, fraction
+            results = evaluation.evaluate(model, *judged, lookup=ranked)
             if self.ranks.rank == 0:
-                path, ranked = self.folder / examples, examples == runfolder.EXAMPLES
+                path = self.folder / examples
                 evaluation.save_examples(path, model, setup.datasets, results, settings, self.ranks.device, ranked)
         return results
 
