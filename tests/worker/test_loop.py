@@ -194,8 +194,8 @@ def scored(monkeypatch):
     def script(scores):
         real, left = evaluation.evaluate, list(scores)
 
-        def evaluate(model, datasets, split, *rest):
-            results = real(model, datasets, split, *rest)
+        def evaluate(model, datasets, split, *rest, **options):
+            results = real(model, datasets, split, *rest, **options)
             if split == "validation":
                 score = left.pop(0)
                 for result in results.values():
