@@ -68,6 +68,7 @@ COLD = (  # prefixes of settings that may change between two launches of the wor
     "training.max_restarts",
     "optimizer.name",
 )
+NO_STEP = ("evaluation.", "checkpoint.", "guards.", "stages.")  # prefixes of settings that no steady step depends on
 SOURCE = "published recipe, multiplied factors"
 
 
@@ -306,6 +307,19 @@ def switchable(overlay: dict) -> dict[str, object]:
 def is_cold(path: str) -> bool:
     """Whether a setting changes between two launches of the workers, and not between two steps."""
     return path.startswith(COLD) and not path.startswith(HOT)
+
+
+def is_idle(path: str) -> bool:
+    """Whether no steady step depends on a setting."""
+    return path.startswith(NO_STEP)
+
+
+def no_turns(old: RunConfig, new: RunConfig) -> list[str]:
+    """Why the difference of two configs cannot be switched every few steps and measured so; empty where it can."""
+    changes, elsewhere = overlays.difference(old, new), "compare two runs (notebooks/02_compare.ipynb)"
+    cold = [f"{path}: takes a relaunch -> flip it, or {elsewhere}" for path in changes if is_cold(path)]
+    idle = all(map(is_idle, changes))
+    return cold or [f"{path}: no step depends on it -> {elsewhere}" for path in changes if idle]
 
 
 def unmet(phase: Phase, config: RunConfig, hardware: Hardware) -> list[Problem]:

@@ -32,6 +32,16 @@ def odd_asked(draw):
     return json.dumps({**GOOD, "asked": asked | {"": 1}})
 
 
+def odd_measure(draw):
+    """It asks for a measurement, but says nothing that can be measured."""
+    good = {"overlay": {}, "within": 0.05, "steps": 10}
+    odd = [{**good, key: value} for key in good for value in (*ODD, 0.0) if type(value) is not type(good[key])]
+    said = draw.choice(
+        [None, "compile", 7, [], {}, {"overlay": {}}, {**good, "within": 0.0}, {**good, "steps": 0}, *odd]
+    )
+    return json.dumps({**GOOD, "command": "measure", "measure": said})
+
+
 def missing_entries(draw):
     gone = draw.choice(["format", "revision", "overlay"])
     return json.dumps({key: value for key, value in GOOD.items() if key != gone})
@@ -82,7 +92,7 @@ def gone(draw, path):
     pass
 
 
-TEXTS = (odd_entries, odd_asked, missing_entries, cut, flipped_bytes, deep, large, infinite, no_mapping)
+TEXTS = (odd_entries, odd_asked, odd_measure, missing_entries, cut, flipped_bytes, deep, large, infinite, no_mapping)
 PLACES = (folder, pipe, link, gone)
 
 

@@ -114,8 +114,15 @@ def test_clicks_are_obeyed_by_two_ranks_and_seen_again_after_a_reload(lab: Lab, 
     live.wait_for("flip_effect", flip["revision"])
     effects = lab.page.locator(".ups-table")
     until(lambda: effects.inner_text().count("[") == 4, "not every effect is there with its interval")
+    before = revision(live)
+    lab.page.select_option(".ups-measured select", "activation checkpointing")
+    lab.page.get_by_role("button", name="Measure").click()
+    lab.page.get_by_text("at most 1,000").wait_for()
+    assert revision(live) == before, "it asks first"
+    lab.page.get_by_role("button", name="Yes").click()
+    lab.page.wait_for_selector(".ups-over > b", state="attached")
     seen = lab.page.evaluate(STATE)
-    assert len(seen["flips"]) == 1 + 4 and seen["markers"] == 4
+    assert len(seen["flips"]) == 1 + 5 and seen["markers"] == 5
     layouts(lab)
 
     lab.reload()

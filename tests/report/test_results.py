@@ -77,6 +77,18 @@ def test_run_that_did_not_finish_says_so_and_claims_no_accuracy(tmp_path, status
     assert set(results.write_figures(figures.RunFigures.of(whole))) == {"loss", "throughput"}
 
 
+def test_turns_with_what_was_measured_are_shaded_where_they_were(tmp_path):
+    run = finished(tmp_path / "run")
+    writer = runfolder.EventWriter(run.folder)
+    for number, (at, arm) in enumerate(((20, 1), (30, 0), (40, 1))):
+        writer.write("turn", at, revision=1, arm=arm, num_rounds=number)
+    writer.write("flip_effect", 50, revision=1)
+    writer.close()
+    (ax,) = figures.RunFigures.of(run).throughput().axes
+    shaded = [patch for patch in ax.patches if "in turns" in patch.get_label()]
+    assert [(patch.get_x(), patch.get_width()) for patch in shaded] == [pytest.approx((2, 1)), pytest.approx((4, 1))]
+
+
 def test_run_that_failed_before_its_first_step(tmp_path):
     run = write_run(tmp_path / "run", [], status="failed", cause="rank 0 raised DataError")
     made = results.train_report(run)

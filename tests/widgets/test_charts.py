@@ -297,3 +297,24 @@ def test_still_figure_has_the_same_strips_and_flips_without_pyplot(tmp_path, mon
 
 def test_still_figure_of_a_run_without_steps_says_so(tmp_path):
     assert snapshot.figure(history(tmp_path))._repr_png_()[0].startswith(b"\x89PNG")
+
+
+def test_steps_with_what_is_measured_in_turns_are_shaded_and_the_row_says_how_far_it_is(tmp_path):
+    begun = flip_event(1, 10, kind="measuring")
+    turn = {"kind": "turn", "time": 1000.0, "step": 20, "revision": 1, "arm": 1, "num_rounds": 0}
+    told = history(tmp_path, *map(step_event, range(1, 41)), begun, turn, {**turn, "step": 30, "arm": 0})
+    assert told.turns("step") == [(20, 30)] and "measuring" in html.flips(told, {})
+    assert told.flips[0].what == "bf16, in turns" and html.last_flip(told.flips, "bf16", ()) is None
+    say(tmp_path, {**turn, "step": 36, "num_rounds": 1, "median": 1.2, "ci95": [None, None]})
+    told.read()
+    assert told.turns("time") == [(10, 15), (18, 20)] and "round 2: \u00d71.20" in html.flips(told, {})
+    assert charts.svg(told).count("<b style=") == 2
+    assert len(snapshot.figure(told).axes[0].patches) == 2
+    say(tmp_path, effect_event(1, 40, method="interleaved"))
+    told.read()
+    assert told.turns("step") == [(20, 30), (36, 40)] and "[1.27, 1.35]" in html.flips(told, {})
+    equal = {"kind": "measuring", "changes": {}, "phases": {}}
+    say(tmp_path, flip_event(2, 41, **equal), flip_event(2, 42, **equal, applied=False, reason="rank 0: budget"))
+    told.read()
+    assert [flip.what for flip in told.flips] == ["bf16, in turns", "two equal arms, in turns"]
+    assert "not measured: rank 0: budget" in html.flips(told, {})

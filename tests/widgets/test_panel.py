@@ -448,3 +448,23 @@ def test_an_old_kernel_that_is_busy_handles_clicks_and_keeps_the_cells():
     assert parents[-1] == "the running cell"
     theirs.close(0), ours.close(0), context.term()
     assert busy_kernel.is_old(kernel) and not busy_kernel.is_old(None)
+
+
+def test_a_measurement_is_asked_for_once_its_length_is_known(folder):
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    names = [value for _, value in shown._measured.options]
+    assert {"nothing", "compile", "bf16"} <= set(names) and not {"fsdp2", "nccl", "sparse_validation"} & set(names)
+    shown._measured.value = "activation_checkpointing"
+    shown._measure_button.click()
+    assert not (folder / runfolder.CONTROL).exists() and "at most 1,000, about 8 min 20 s" in shown._note.value
+    shown._yes.click()
+    asked = runfolder.read_control(folder)
+    assert asked.asked == {"measure": 1} and asked.measure["overlay"] == CHECKPOINTING
+    say(folder, flip_event(1, 21, kind="measuring", **SWITCHED))
+    shown.refresh()
+    assert "activation checkpointing, in turns: measuring" in shown._note.value
+    assert "off, as started" in shown._cards["activation_checkpointing"].value
+    shown._measured.value = "optimizer_offload"
+    shown._measure_button.click()
+    assert "not sent: training.cpu_offload_optimizer" in shown._note.value

@@ -79,7 +79,7 @@ def test_memory_before_a_flip_is_without_what_the_flip_takes(tiny_setup, tmp_pat
     events = runfolder.EventWriter(folder)
     asked = Flips(setup.config, setup, Ranks(), events, folder, Launch())
     monkeypatch.setattr(flips, "peak_memory_gib", lambda device: peak[-1])
-    monkeypatch.setattr(asked, "_try_compiling", lambda: peak.append(2.0) or "")
+    monkeypatch.setattr(asked, "try_compiling", lambda: peak.append(2.0) or "")
     for step in range(80):
         if step == 40:
             asked.apply(1, {"optimizer.lr": 1e-3}, step)
@@ -297,7 +297,7 @@ def test_a_flip_that_compiles_for_long_takes_nothing_from_the_time_limit(
     tiny_config, tmp_path, train_here, clock, monkeypatch, in_a_pause
 ):
     monkeypatch.setattr("upsnb.worker.requests.time.sleep", clock.advance)
-    monkeypatch.setattr(Flips, "_try_compiling", lambda self: clock.advance(511.0) or "")
+    monkeypatch.setattr(Flips, "try_compiling", lambda self: clock.advance(511.0) or "")
     requests = [(None, "pause")] * in_a_pause + [({"training.noise": 0.01}, None)]
     beats = []
 
@@ -351,6 +351,10 @@ def test_a_live_run_obeys_refuses_and_measures(tiny_config, tmp_path, num_ranks)
         effect = run.wait_for("flip_effect")
         assert effect["revision"] == 1
         assert effect["ci95"][0] <= effect["ratio"] <= effect["ci95"][1]
+
+        measured = run.wait_for("flip_effect", run.measure("activation_checkpointing", within=1e-9, steps=120))
+        assert measured["method"] == "interleaved" and measured["phases"] == {"activation_checkpointing": False}
+        assert measured["ci95"][0] <= measured["ratio"] <= measured["ci95"][1] and measured["ended"] == "budget"
 
         larger = run.wait_for("flip", run.update({"batch_size": 4}))
         assert larger["changes"]["training.batch_size"] == 4

@@ -19,7 +19,7 @@ from upsnb.report import plots, style
 from upsnb.report.style import edges, label
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
-from upsnb.runs.throughput import median_with_interval, steady_windows
+from upsnb.runs.throughput import median_with_interval, steady_windows, turns_with
 
 SLICE = ", in the middle of z"
 floats = partial(np.asarray, dtype=float)  # null, which JSON has for NaN and infinity, becomes NaN
@@ -179,7 +179,14 @@ class RunFigures:
                 f"steps; of single steps: {told}"
             )
         ends = floats([speed["median"], *speed["ci95"]])
-        return plots.throughput(time_s, rates, steady, names, windows, ends[0], tuple(ends[1:]), title=title)
+        numbers = [step["step"] for step in steps]
+        turns = [
+            np.interp((begin, numbers[-1] if end is None else end), numbers, time_s)
+            for begin, end in turns_with(self.events)
+        ]
+        return plots.throughput(
+            time_s, rates, steady, names, windows, ends[0], tuple(ends[1:]), turns=turns, title=title
+        )
 
     @once
     def distribution(self) -> Figure:

@@ -273,6 +273,7 @@ def throughput(
     median: float,
     ci95: tuple[float, float],
     *,
+    turns: Sequence[tuple[float, float]] = (),
     title: str = "",
 ) -> Figure:
     """Samples per second of every step by data set, and the windows that the median is of; the rest is hollow.
@@ -283,6 +284,7 @@ def throughput(
         names: (n,) the data sets of each step.
         windows: (m, 3) begin and end [s] and samples per second of each window of steady steps.
         median, ci95: of the windows, samples per second, and its bootstrap 95 % interval.
+        turns: begin and end [s] of those that had on what was measured in turns.
     """
     figure = empty_figure(7.2, 3.3, title)
     ax = figure.subplots()
@@ -296,6 +298,10 @@ def throughput(
     if not steady.all():
         hollow = {"markerfacecolor": "none", "markeredgecolor": GREY, "markeredgewidth": 0.7}
         ax.plot(time_s[~steady], rate[~steady], "o", markersize=4, **hollow, label="warm-up and compile steps")
+    for number, turn in enumerate(turns):
+        ax.axvspan(
+            *turn, color=BLACK, alpha=0.1, linewidth=0, label="_" * (number > 0) + "with what was measured in turns"
+        )
     if np.isfinite(ci95).all():  # one window has a median and no interval
         text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
         ax.axhspan(*ci95, color=GREY, alpha=0.35, linewidth=0, label=text, zorder=1)

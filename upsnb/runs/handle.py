@@ -20,6 +20,8 @@ from upsnb.runs import checkpoint_index, runfolder
 
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
 POLL_S = 0.1
+WITHIN, MOST_STEPS = 0.05, 1000  # of a measurement, where nothing else is asked for
+NOTHING = "nothing"  # what `Run.measure` is asked for where two equal arms are to tell the noise
 NETWORK = ("model", "latent", "operator")  # sections that choose what is trained
 INTERRUPTS = ("KeyboardInterrupt", "CancelledError")  # what Ctrl-C raises; the second in a cell that awaits
 SECONDS_TO_OBEY = 900.0  # until a request or a launch is acknowledged: a step that compiles may take that long
@@ -139,6 +141,41 @@ class Run:
             raise ConfigError([f"{phase}: unknown phase -> {did_you_mean(phase, phases.BY_NAME)}"], "the flip")
         chosen = phases.BY_NAME[phase]
         return self.update(chosen.on if on else phases.off_overlay(chosen, self.config))
+
+    def measure(self, what: str | dict, within: float = WITHIN, steps: int = MOST_STEPS) -> int:
+        """Ask what a phase, or other settings, do to the throughput, while the run goes on.
+
+        Turns without and with it alternate, A B B A, and then the run has the settings that it had. A `measuring` event
+        names the revision returned here and says whether it began; then a `flip_effect` with `method: interleaved`.
+
+        Args:
+            what: a phase or an extra, which is switched the other way; settings in any written form; or "nothing",
+                which measures two equal arms: how far apart those come out is the noise floor.
+            within: turns end once the 95 % interval reaches at most so far from the ratio, as a share of it.
+            steps: and at the latest after so many.
+        Raises:
+            ConfigError: it does not exist, contradicts other settings or takes a relaunch; nothing was asked.
+        """
+        from upsnb import phases  # loads torch, which readers of a run do not need
+
+        current, where = self.current_config, f"the measurement of {what}"
+        if isinstance(what, dict):
+            overlay = overlays.flatten(what)
+        elif what == NOTHING:
+            overlay = {}
+        elif what in phases.BY_NAME:
+            phase = phases.BY_NAME[what]
+            overlay = phases.off_overlay(phase, self.config) if phases.is_on(phase, current) else phase.on
+        else:
+            hint = did_you_mean(what, (*phases.BY_NAME, NOTHING))
+            raise ConfigError([f"{what}: unknown phase -> {hint}"], where)
+        problems = phases.no_turns(current, overlays.apply(current, overlay, where))
+        if not (within > 0 and steps > 0):
+            problems.append(f"within {within}, steps {steps} -> both must be above 0")
+        if problems:
+            raise ConfigError(problems, where)
+        asked = {"overlay": overlay, "within": float(within), "steps": int(steps)}
+        return runfolder.write_control(self.folder, None, runfolder.MEASURE, measure=asked).revision
 
     def back_to_start(self) -> int:
         """Ask for the config that the run was started with."""

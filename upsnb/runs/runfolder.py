@@ -37,7 +37,8 @@ COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kerne
 ALIVE = ("starting", "running", "stopping")
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
 CHECKPOINT, PROFILE, RESTORE, PAUSE, RESUME = "checkpoint", "profile", "restore", "pause", "resume"
-COMMANDS = (STOP, CHECKPOINT, PROFILE, RESTORE, PAUSE, RESUME)
+MEASURE = "measure"  # comes with an entry of its own that says what
+COMMANDS = (STOP, CHECKPOINT, PROFILE, RESTORE, PAUSE, RESUME, MEASURE)
 SETTINGS = "settings"  # entry of `Control.asked` beside the commands: the revision that last asked for settings
 MOST_CONTROL_BYTES = 1 << 16  # a request for every setting there is takes a quarter of it
 STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
@@ -252,16 +253,25 @@ def write_notes(folder: Path, **changes) -> dict:
 # -- control -------------------------------------------------------------------------------------------------------
 
 
+class _Measure(Shape):
+    overlay: dict[str, Any]
+    within: Annotated[float, Field(gt=0)]
+    steps: Annotated[int, Field(gt=0, le=2**52)]
+
+
 class _Control(Shape):
     revision: Revision
     overlay: dict[str, Any]
     command: Literal[COMMANDS] | None = None
     asked: dict[Literal[(*COMMANDS, SETTINGS)], Revision] = {}
+    measure: _Measure | None = None
 
     @model_validator(mode="after")
     def _asked_by_then(self):
         if max(self.asked.values(), default=0) > self.revision:
             raise ValueError("asked names a revision that is still to come")
+        if self.measure is None and MEASURE in (self.command, *self.asked):
+            raise ValueError("nothing says what to measure")
         return self
 
 
@@ -275,6 +285,7 @@ class Control:
     # command, or SETTINGS: revision that last asked for it; nothing gets lost when a second request comes before the
     # run has read the first
     asked: dict[str, int] = field(default_factory=dict)
+    measure: dict | None = None  # of the last MEASURE: `overlay` on top of what runs, `within` a share, at most `steps`
     problem: str = ""  # why the file is no request: then nothing is asked
 
     @property
@@ -305,7 +316,7 @@ def read_control(folder: Path | str) -> Control:
         asked[SETTINGS] = revision
     if command and (by_hand or command not in asked):
         asked[command] = revision
-    return Control(revision, values["overlay"], command, asked)
+    return Control(revision, values["overlay"], command, asked, values.get("measure"))
 
 
 def write_control(
@@ -313,6 +324,7 @@ def write_control(
     overlay: dict | Callable[[dict], dict] | None,
     command: str | None = None,
     after: Control | None = None,
+    measure: dict | None = None,
 ) -> Control:
     """Ask something of the run; the file is replaced in one step and its revision grows by 1.
 
@@ -321,6 +333,7 @@ def write_control(
             it from the one that stands (`effective_overlay`), and no other request comes in between.
         command: rides along with this revision; "stop" stays.
         after: a request that came before, whatever the file says now.
+        measure: as in Control, with the command of that name.
     """
     folder = Path(folder)
     with locked(folder):  # two panels that click at once must not write the same revision, nor lose a setting
@@ -335,8 +348,10 @@ def write_control(
         if command and not old.stop:
             asked[command] = revision
         command = STOP if old.stop else command  # a click just after it must not undo a stop
-        new = Control(revision, dict(old.overlay if overlay is None else overlay), command, asked)
-        value = {"format": FORMAT, "revision": new.revision, "overlay": new.overlay, "asked": asked}
+        overlay = dict(old.overlay if overlay is None else overlay)
+        new = Control(revision, overlay, command, asked, measure or old.measure)
+        value = {"format": FORMAT, "revision": revision, "overlay": overlay, "asked": asked}
+        value |= {"measure": new.measure} if new.measure else {}
         if (folder / CONTROL).is_dir():  # whoever put it there, a request gets through
             os.rename(folder / CONTROL, folder / f"{CONTROL}.{time.time_ns()}")
         write_json(folder / CONTROL, {**value, "command": command} if command else value)
@@ -345,7 +360,7 @@ def write_control(
 
 def last_answered(folder: Path) -> int:
     """The last revision that a run has answered: the next is to be greater, even where control.json was lost."""
-    events = read_events(folder, ("flip", CHECKPOINT, PROFILE, "restored", "paused", "resumed"))
+    events = read_events(folder, ("flip", CHECKPOINT, PROFILE, "restored", "measuring", "paused", "resumed"))
     return max((event.get("revision") or 0 for event in events), default=0)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 WINDOW_S = 0.999  # of steady steps whose mean rate is one observation; ten of 0.1 s add up to less than 1
 NUM_RESAMPLES = 2000
+TURN_ENDS = ("turn", "measuring", "flip_effect", "segment", "end")  # kinds of events with which a turn is over
 
 
 def block_length(values: np.ndarray) -> int:
@@ -100,3 +101,13 @@ def steady_throughput(events: Iterable[dict]) -> dict:
     """
     rates = [rate for _, _, rate in steady_windows(events)]
     return {**median_with_interval(rates), "num_windows": len(rates)}
+
+
+def turns_with(events: Iterable[dict]) -> list[tuple[int, int | None]]:
+    """From which step to which a measurement in turns had its change on; to None where it has it now."""
+    found, since = [], None
+    for event in events:
+        if event["kind"] in TURN_ENDS:
+            found += [(since, event["step"])] if since is not None else []
+            since = event["step"] if event.get("arm") else None
+    return found + ([(since, None)] if since is not None else [])

@@ -42,6 +42,7 @@ stroke-linecap:round}
 .ups-strip .band{stroke:none;opacity:.22}.ups-strip .pale{opacity:.4;stroke-width:1.2}
 .ups-over{grid-column:2/3;position:absolute;inset:0;pointer-events:none}
 .ups-over i{position:absolute;bottom:20px;border-left:1px dashed var(--dim);opacity:.75}
+.ups-over b{position:absolute;top:0;bottom:20px;background:var(--dim);opacity:.13}
 .ups-over i.no{border-left-style:dotted;opacity:.5}
 .ups-over u{position:absolute;text-decoration:none;white-space:nowrap;font-size:11px;line-height:16px;padding:0 5px;
 border-radius:3px;pointer-events:auto;background:var(--jp-layout-color2,rgba(128,128,128,.15))}
@@ -200,7 +201,10 @@ def _device_strips(history: History, axis: str) -> list[Strip]:
 
 
 def svg(history: History, axis: str = "step", terms: bool = False) -> str:
-    """The run's curves over one axis, its flips marked and named with what they did; HTML text."""
+    """The run's curves over one axis, its flips marked and named with what they did; HTML text.
+
+    Steps with a change that is only measured, in turns, are shaded.
+    """
     drawn = strips(history, axis, terms)
     if not drawn:
         return f'<div class="ups dim">{escape(history.message or "waiting for the first step")}</div>'
@@ -211,7 +215,11 @@ def svg(history: History, axis: str = "step", terms: bool = False) -> str:
     for strip in drawn:
         parts.append(_strip(strip, end))
     parts.append(_hover(drawn, end, axis))
-    parts.append(f'<div class="ups-over">{labels}{_axis(end, axis)}</div></div>')
+    shades = "".join(
+        f'<b style="left:{100 * first / end:.2f}%;width:{100 * (last - first) / end:.2f}%"></b>'
+        for first, last in history.turns(axis)
+    )
+    parts.append(f'<div class="ups-over">{shades}{labels}{_axis(end, axis)}</div></div>')
     return "".join(parts)
 
 

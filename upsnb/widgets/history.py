@@ -11,6 +11,7 @@ import numpy as np
 
 from upsnb.phases import label
 from upsnb.runs.events import Tail
+from upsnb.runs.throughput import TURN_ENDS, turns_with
 from upsnb.widgets.progress import progress
 
 MOST_BUCKETS = 300  # of a curve; each has a least and a greatest value, so a curve has at most 600 points
@@ -93,10 +94,16 @@ class Flip:
     skipped: dict = field(default_factory=dict)  # phases that were asked for and left out, and why
     duration_ms: float | None = None
     effect: dict | None = None  # the `flip_effect` event
+    in_turns: bool = False  # it is only measured, and the run goes on as before
+    turn: dict = field(default_factory=dict)  # the latest `turn` event
 
     @property
     def what(self) -> str:
-        """`bf16`, `compile off`, `batch size 32`."""
+        """`bf16`, `compile off`, `batch size 32`; with `, in turns` where it is only measured."""
+        return f"{self._what if self.changes or not self.in_turns else 'two equal arms'}{', in turns' * self.in_turns}"
+
+    @property
+    def _what(self) -> str:
         parts = [label(name) if on else f"{label(name)} off" for name, on in self.phases.items()]
         if not parts:
             parts = [f"{label(path.rpartition('.')[2])} {plain(value)}" for path, value in self.changes.items()]
@@ -119,6 +126,15 @@ class Flip:
         low, high = self.effect["ci95"]
         memory = f", memory {100 * (after / before - 1):+.0f} %".replace("-", "\N{MINUS SIGN}") if before else ""
         return f"\N{MULTIPLICATION SIGN}{self.effect['ratio']:.2f} [{low:.2f}, {high:.2f}]{memory}"
+
+    @property
+    def measuring(self) -> str:
+        """`measuring`, and how far that is."""
+        if not self.turn.get("num_rounds"):
+            return "measuring"
+        said = f"measuring, round {self.turn['num_rounds'] + 1}: \N{MULTIPLICATION SIGN}{self.turn['median']:.2f}"
+        low, high = self.turn["ci95"]
+        return said if low is None else f"{said} [{low:.2f}, {high:.2f}] so far"
 
 
 @dataclass
@@ -146,6 +162,7 @@ class History:
         self.steps, self.telemetry = Table(STEP_FIELDS), Table(("time", *TELEMETRY_FIELDS))
         self.terms: list[str] = []  # names of loss terms seen so far
         self._tail = Tail(self.folder)
+        self._turn_ends: list[dict] = []
         self._by_revision: dict[int, Flip] = {}  # in order; those that changed nothing too
         self._restored: dict[int, dict] = {}  # revision: `restored` event
 
@@ -199,15 +216,17 @@ class History:
         self.epoch = steps[-1]["epoch"]
 
     def _take(self, kind: str, event: dict) -> None:
+        if kind in TURN_ENDS:
+            self._turn_ends.append(event)
         if kind == "start":
             self.start, self.end, self.paused = event, None, False
         elif kind == "segment":
             self.num_launches += 1
-        elif kind == "flip":
+        elif kind in ("flip", "measuring"):
             self._take_flip(event)
-        elif kind == "flip_effect":
+        elif kind in ("flip_effect", "turn"):
             if event["revision"] in self._by_revision:
-                self._by_revision[event["revision"]].effect = event
+                setattr(self._by_revision[event["revision"]], kind.removeprefix("flip_"), event)
         elif kind in ("paused", "resumed"):
             self.paused = kind == "paused"
         elif kind == "relaunch":
@@ -228,8 +247,12 @@ class History:
 
     def _take_flip(self, event: dict) -> None:
         flip = Flip(**{name: event[name] for name in Flip.__dataclass_fields__ if name in event})
+        flip.in_turns, before = event["kind"] == "measuring", self._by_revision.get(flip.revision)
+        if flip.in_turns and before is not None:  # over, before there was anything to measure
+            before.applied, before.reason = flip.applied, flip.reason
+            return
         self._by_revision[flip.revision], self.relaunching = flip, False
-        if flip.changes or flip.skipped or not flip.applied:
+        if flip.in_turns or flip.changes or flip.skipped or not flip.applied:
             self.flips.append(flip)
 
     def answer(self, revision: int, what: str) -> str:
@@ -246,6 +269,8 @@ class History:
             return f"{what}: " + ("relaunching from a checkpoint" if self.relaunching else "requested")
         if not flip.applied:
             return f"{what}: refused. {flip.why}"
+        if flip.in_turns:
+            return f"{what}: {flip.measured or flip.measuring}"
         return f"{what}: applied at step {flip.step:,}" + ("" if flip.changes else ", and nothing had to change")
 
     # -- derived ----------------------------------------------------------------------------------------------------
@@ -295,6 +320,11 @@ class History:
         """Steady steps since the last change: what the next flip's effect is measured against."""
         since = next((flip.step for flip in reversed(self.flips) if flip.changes), -1)
         return int(np.isfinite(self.steps["seconds"][self.steps["step"] > since]).sum()) if self.steps.num_rows else 0
+
+    def turns(self, axis: str) -> list[tuple[float, float]]:
+        """Where on the axis a change that was measured in turns was on."""
+        places = [(begin, self.step if end is None else end) for begin, end in turns_with(self._turn_ends)]
+        return [(self.position(begin, axis), self.position(end, axis)) for begin, end in places]
 
     def position(self, step: float, axis: str) -> float:
         """Where a step stands on the axis `step` or `time`."""

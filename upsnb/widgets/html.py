@@ -146,7 +146,7 @@ def switch(phase: Phase, state: str, problem: str = "", whole: str = "") -> str:
 def last_flip(flips: list[Flip], phase: str, paths) -> Flip | None:
     """The latest applied flip that switched a phase, or changed one of its settings."""
     for flip in reversed(flips):
-        if flip.applied and (phase in flip.phases or set(paths) & flip.changes.keys()):
+        if flip.applied and not flip.in_turns and (phase in flip.phases or set(paths) & flip.changes.keys()):
             return flip
     return None
 
@@ -160,13 +160,13 @@ def flips(history: History, promised: dict[str, float]) -> str:
     rows = []
     for number, flip in reversed(list(enumerate(history.flips))):
         if not flip.applied:
-            came = f"refused: {escape(flip.why)}"
-        elif not flip.changes:
+            came = f"{'not measured' if flip.in_turns else 'refused'}: {escape(flip.why)}"
+        elif not flip.changes and not flip.in_turns:
             came = escape("; ".join(f"{label(name)} left out: {reason}" for name, reason in flip.skipped.items()))
         elif flip.measured:
             came = escape(flip.measured)
         elif history.flips[-1] is flip and history.end is None:
-            came = '<span class="dim">measuring</span>'
+            came = f'<span class="dim">{escape(flip.measuring)}</span>'
         else:
             came = '<span class="dim">too few steady steps on either side</span>'
         factors = [promised[name] for name, on in flip.phases.items() if on and name in promised]

@@ -11,6 +11,7 @@ import threading
 import time
 
 import ipywidgets as widgets
+import numpy as np
 from IPython import get_ipython
 from IPython.display import display
 
@@ -19,7 +20,7 @@ from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError, Problem, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
 from upsnb.runs import runfolder
-from upsnb.runs.handle import Run, is_headless
+from upsnb.runs.handle import MOST_STEPS, NOTHING, WITHIN, Run, is_headless
 from upsnb.widgets import charts, html, snapshot
 from upsnb.widgets.busy_kernel import greeting, is_old, serve_clicks
 from upsnb.widgets.fields import Field
@@ -201,6 +202,14 @@ class Panel:
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
         for chosen in (self._axis, self._terms, self._price.text):
             chosen.observe(lambda change: self.refresh(), "value")
+        chosen = [phase.name for phase in BY_NAME.values() if phase.hot and not all(map(phases.is_idle, phase.on))]
+        what = [("two equal arms", NOTHING), *((phases.label(name), name) for name in chosen)]
+        self._measured = widgets.Dropdown(
+            options=what, value=what[1][1], layout=widgets.Layout(width="190px"),
+        ).add_class("ups-measured")  # fmt: skip
+        tooltip = "steps with and without it take turns, and the run goes on as it was"
+        self._measure_button = self._button("Measure", tooltip, self._measure)
+        self._askers.append(self._measure_button)
         more = widgets.ToggleButton(description="more switches", tooltip="beside the published ladder", layout=wide)
         extra.layout.display = "none"  # by a button: an accordion cannot be opened from the keyboard
         more.observe(lambda change: setattr(extra.layout, "display", "grid" if change["new"] else "none"), "value")
@@ -212,7 +221,7 @@ class Panel:
                 widgets.HBox([*self._actions.values(), self._preset, use, back], layout=row),
                 self._notice,
                 ladder,
-                more,
+                widgets.HBox([more, self._measured, self._measure_button]),
                 extra,
                 self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 124).add_class(
                     "ups-fields"
@@ -314,6 +323,20 @@ class Panel:
 
     def _stop(self) -> None:
         self._ask("Stop: the run finishes its step, saves, evaluates and ends. Do it?", self.run.stop)
+
+    def _measure(self) -> None:
+        name, history = self._measured.value, self.history
+        if name != NOTHING:  # what cannot be is refused before anybody is asked
+            self.asking.flip(BY_NAME[name], not phases.is_on(BY_NAME[name], self.asking.configs()[0]))
+        what = f"{self._measured.label}, in turns"
+
+        def send():
+            self._awaited = self.run.measure(name), what
+
+        times = history.steps["time_s"][-40:]
+        took = f", about {duration(MOST_STEPS * float(np.diff(times).mean()))}" if len(times) > 1 else ""
+        said = f"steps with and without it in turns, until the ratio is known to {WITHIN:.0%}, at most {MOST_STEPS:,}"
+        self._ask(f"Measure {self._measured.label}: {said}{took}. Do it?", send)
 
     def _back_to_best(self) -> None:
         def send():

@@ -50,6 +50,8 @@ def figure(history: History, title: str = "", axis: str = "step") -> Figure:
             low, high = 10**low, 10**high
         ax.set_ylim(low, high)
         ax.set_ylabel(f"{strip.title.replace(', ', chr(10))}\n[{strip.unit}]", fontsize=7.5)
+        for span in history.turns(axis):
+            ax.axvspan(*span, color=GREY, alpha=0.2, linewidth=0)
         for flip in history.flips:
             style = {"linestyle": "--" if flip.applied else ":", "color": BLACK, "linewidth": 0.8}
             ax.axvline(history.position(flip.step, axis), **style)

@@ -80,13 +80,13 @@ class Flips:
             problem = f"{type(error).__name__}: {error}"
         failed = self.failures(problem)
         if not failed and not cold:  # on all ranks or none: compile now, while it can be undone
-            failed = self.failures(self._try_compiling())
+            failed = self.failures(self.try_compiling())
         if failed and self.setup.config is not old:
             self.setup.update(old)
         if failed:
             new, skipped = old, {}
         elif cold:
-            described = {**self._difference(old, new), "skipped": skipped, "overlay": self._overlay(new)}
+            described = {**changes_between(old, new), "skipped": skipped, "overlay": self._overlay(new)}
             self.request = {"revision": revision, "since": since, **described, "phases_on": names_on(old)}
             return RELAUNCH
         if self.ranks.rank == 0:
@@ -99,7 +99,8 @@ class Flips:
         problems = parallel.all_gather_objects(self.ranks, problem)
         return [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
 
-    def _try_compiling(self) -> str:
+    def try_compiling(self) -> str:
+        """Compile what a step needs now, as far as it is not; what failed here, or nothing."""
         try:
             self.setup.try_compile()
         except Exception as error:
@@ -128,7 +129,7 @@ class Flips:
     ) -> None:
         # The manifest first: who sees the event may ask for more on top of what is in force.
         runfolder.update_manifest(self.folder, applied={"revision": self.revision, "overlay": self._overlay(new)})
-        described = self._difference(old, new)
+        described = changes_between(old, new)
         self.events.write(
             "flip",
             step,
@@ -145,17 +146,12 @@ class Flips:
             self.after, self.flipped = [], {"revision": self.revision, "cold": outcome["cold"], **described}
             if memory_before is not None:  # a cold flip knows it from the launch before
                 self.memory_before = memory_before
-                self._forget_peak()
+                self.forget_peak()
 
     def _overlay(self, config: RunConfig) -> dict:
         return overlays.difference(self.base, config)
 
-    def _difference(self, old: RunConfig, new: RunConfig) -> dict:
-        before, after = names_on(old), names_on(new)
-        switched = {name: name in after for name in (*before, *after) if (name in after) != (name in before)}
-        return {"changes": overlays.difference(old, new), "phases": switched}
-
-    def _forget_peak(self) -> None:
+    def forget_peak(self) -> None:
         """Count peaks from here on where the device can; a process's resident peak never falls."""
         if self.ranks.device.type == "cuda":
             self._highest = self.peak_memory_gib()
@@ -191,6 +187,13 @@ class Flips:
             )
         self.before = deque(self.after, maxlen=WINDOW_STEPS)
         self.after = None
+
+
+def changes_between(old: RunConfig, new: RunConfig) -> dict:
+    """Settings that differ, and the phases of the recipe that are switched by them, as events tell it."""
+    before, after = names_on(old), names_on(new)
+    switched = {name: name in after for name in (*before, *after) if (name in after) != (name in before)}
+    return {"changes": overlays.difference(old, new), "phases": switched}
 
 
 def _samples_and_seconds(samples_per_s: float, step_time_ms: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ revision acknowledges it, and whoever watches the run can undo it. Every rank en
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -142,12 +143,18 @@ class Guards:
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
-    def attempt(self, batches: list[Batch], step: int, microbatch: int) -> tuple | None:
-        """What `Setup.step` returns; None where the step failed and settings to take it again with are asked for."""
+    def attempt(
+        self, batches: list[Batch], step: int, microbatch: int, blame: Callable[[Exception], bool] = lambda error: False
+    ) -> tuple | None:
+        """What `Setup.step` returns; None where the step failed and other settings to take it again with will come.
+
+        Args:
+            blame: whether somebody else knows the cause of an error and takes it away.
+        """
         try:
             return self.setup.step(batches, step, microbatch)
         except Exception as error:
-            if not self._rescue(error, step):
+            if not (blame(error) or self._rescue(error, step)):
                 raise
         self.setup.discard_step()  # out here, because inside the block the error still holds the step's tensors
         return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from upsnb.training.setup import Setup, idle_settings
 from upsnb.training.timing import StepClock
 from upsnb.worker.flips import CHANGED, RELAUNCH, Flips
 from upsnb.worker.guards import Guards
+from upsnb.worker.measuring import Measuring
 from upsnb.worker.position import HandOver, Position
 from upsnb.worker.requests import Requests
 from upsnb.worker.step_log import StepLog
@@ -99,7 +102,8 @@ class Loop:
         self.position = handed.position if handed else Position(stage=stage)
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
         self.compiling = CompileClock(heartbeat.compiling)
-        self.log = StepLog(events, self.clock, self.flips.observe)
+        self.measuring = Measuring(self.flips)
+        self.log = StepLog(events, self.clock, self.measuring.observe)
         self.announced_first = False
         self.guards = Guards(folder, self.setup, self.flips, ranks, events)
         self.saver = checkpoint.Saver(folder, ranks, events, self._beat, config.training.stall_timeout_s)
@@ -145,7 +149,7 @@ class Loop:
             self.setup.load_state_dict(state["setup"])
             self.position = Position.of(state["position"])
             saved = configs.parse(state["config"], "the checkpoint's config").training
-            self._find_place(saved.batch_size * saved.num_gpus)
+            self.position.find(saved.batch_size * saved.num_gpus, self.setup.loader.schedule)
         self.saver.last = state["name"]
         for damage in state["passed_over"] if self.ranks.rank == 0 else ():
             self._warn(f"checkpoint {damage} -> resuming from {state['name']}")
@@ -215,7 +219,7 @@ class Loop:
             reason = self._agree()
         while reason is None:
             reason = self._epoch()
-        self.log.drain(everything=True)
+        self._change(partial(self.measuring.end, "training ended"))
         return reason
 
     def _epoch(self) -> str | None:
@@ -248,19 +252,6 @@ class Loop:
             self._save()
         return "epochs" if finished else impatient
 
-    def _find_place(self, old_size: int) -> None:
-        """Find the place of an old schedule in this one: as many whole turns of all datasets as fit what was seen.
-
-        The order of an epoch is the same whatever the batch, so no more than a part of one microbatch comes twice.
-
-        Args:
-            old_size: pairs in a microbatch of all ranks.
-        """
-        position, new = self.position, self.setup.loader.schedule
-        if old_size != new.global_size:
-            seen = position.microbatch // len(new.pairs) * old_size
-            position.microbatch = min(seen // new.global_size * len(new.pairs), new.num_microbatches)
-
     def _agree(self) -> str | None:
         """Obey what is asked for at this step boundary, and wait while the run is to pause; why training ends, if so.
 
@@ -268,7 +259,7 @@ class Loop:
         """
         to_profile, step = 0, self.position.step
         while True:
-            requested = self.requests.ask(step, *self._progress())
+            requested = self.requests.ask(step, *self._progress(), self.measuring.due(step))
             self.progress, to_profile = requested.progress, requested.profile or to_profile
             if requested.stop:
                 return self._go_on("stopped")
@@ -278,8 +269,16 @@ class Loop:
                 self.saver.wait()  # the best may be on its way to the disk
                 self.requests.restore(step, requested.restore)
                 self.clock.interrupt()
-            if requested.settings and self._flip(requested.settings) == RELAUNCH:
+            if requested.settings or requested.measure:
+                self._change(partial(self.measuring.end, "another request came"))
+            asked = self.requests.last  # None on other ranks
+            flip = partial(self.flips.apply, requested.settings, asked and asked.overlay)
+            if requested.settings and self._change(flip) == RELAUNCH:
                 return self._go_on(RELAUNCH)
+            if requested.measure:
+                self._change(partial(self.measuring.begin, requested.measure, asked and asked.measure))
+            elif requested.turn != self.measuring.arm:
+                self._change(partial(self.measuring.take_turn, requested.turn))
             if not requested.pause:
                 break
             if self.ranks.rank == 0:
@@ -315,18 +314,18 @@ class Loop:
         self.run_started += seconds
         self.log.time_before_s -= seconds
 
-    def _flip(self, revision: int) -> str:
-        """Apply what was asked for, here and on all other ranks; what `Flips.apply` found to do."""
+    def _change(self, change: Callable[[int], str]) -> str:
+        """Let settings change at this step, here and on all other ranks; what `change` found to do."""
         if self.ranks.rank == 0:
-            self.log.drain(everything=True)  # what was measured before the flip belongs to the config before it
-        old_size, last, started = self.setup.loader.schedule.global_size, self.requests.last, time.perf_counter()
-        found = self.flips.apply(revision, last and last.overlay, self.position.step)
+            self.log.drain(everything=True)  # what was measured before belongs to the config before
+        old_size, started = self.setup.loader.schedule.global_size, time.perf_counter()
+        found = change(self.position.step)
         if self.requests.paused_since is None:  # in a pause time stands still anyway
             self._stand_still(time.perf_counter() - started)  # it may compile for longer than training was to take
         self.compiling.take_s()
         if found == CHANGED:
             self._plan()
-            self._find_place(old_size)
+            self.position.find(old_size, self.setup.loader.schedule)
             self.clock.settle(self.position.step)
         return found
 
@@ -342,7 +341,7 @@ class Loop:
         self._beat()
         rate = setup.set_learning_rate(self.progress)
         done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
-        result = self.guards.attempt(batches, position.step, done)
+        result = self.guards.attempt(batches, position.step, done, self.measuring.blame)
         if result is None:
             return False
         position.step += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from upsnb.data.batches import Schedule
 from upsnb.errors import shown
 from upsnb.training import stages
 
@@ -37,6 +38,18 @@ class Position:
             if isinstance(default, str) != isinstance(found, str) or not isinstance(found, (str, int, float)):
                 raise TypeError(f"{name} is {shown(found)}")
         return position
+
+    def find(self, old_size: int, schedule: Schedule) -> None:
+        """Find the place of an old schedule in this one: as many whole turns of all datasets as fit what was seen.
+
+        The order of an epoch is the same whatever the batch, so no more than a part of one microbatch comes twice.
+
+        Args:
+            old_size: pairs in a microbatch of all ranks.
+        """
+        if old_size != schedule.global_size:
+            seen = self.microbatch // len(schedule.pairs) * old_size
+            self.microbatch = min(seen // schedule.global_size * len(schedule.pairs), schedule.num_microbatches)
 
 
 @dataclass(frozen=True)

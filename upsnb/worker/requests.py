@@ -18,7 +18,10 @@ from upsnb.worker.flips import Flips
 from upsnb.worker.position import Position
 
 POLL_S = 0.1  # between two looks at control.json while all ranks wait
-REVISIONS = (runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.RESTORE, runfolder.SETTINGS, runfolder.PAUSE)
+REVISIONS = (
+    *(runfolder.CHECKPOINT, runfolder.PROFILE, runfolder.RESTORE, runfolder.MEASURE, runfolder.SETTINGS),
+    runfolder.PAUSE,
+)
 
 
 class Requested(NamedTuple):
@@ -26,10 +29,12 @@ class Requested(NamedTuple):
 
     progress: float  # of the stage, 0 to 1; schedules follow it
     time_is_up: bool
+    turn: int  # of a measurement: what the next step is to be taken with
     stop: bool
     checkpoint: int
     profile: int
     restore: int
+    measure: int
     settings: int
     pause: int
 
@@ -43,10 +48,10 @@ class Requests:
         self.warned = False  # of what now stands in its place
         self.paused_since: float | None = None
         self._is_first = True  # no step was begun in this launch
-        self._saved, self._profiled, self._restored = (  # by earlier launches
-            max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
-            for kind in ("checkpoint", "profile", "restored")
-        )
+        self._obeyed = {  # by earlier launches
+            what: max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
+            for what, kind in zip(REVISIONS, ("checkpoint", "profile", "restored", "measuring"))
+        }
 
     def _read(self, step: int) -> runfolder.Control:
         """What is asked now. What is no request leaves the last one standing, whoever wrote it.
@@ -69,15 +74,17 @@ class Requests:
         if lost:
             found = last
         elif is_old:
-            found = runfolder.write_control(self.folder, found.overlay, found.command, after=last)
+            found = runfolder.write_control(
+                self.folder, found.overlay, found.command, after=last, measure=found.measure
+            )
         self.last = found
         return found
 
-    def ask(self, step: int, progress: float, time_is_up: bool) -> Requested:
+    def ask(self, step: int, progress: float, time_is_up: bool, turn: int) -> Requested:
         """What is to be done now; all ranks enter. Acknowledges a cold flip whose ranks have come so far.
 
         Args:
-            progress, time_is_up: rank 0's count.
+            progress, time_is_up, turn: rank 0's count.
         """
         message = torch.zeros(len(Requested._fields), dtype=torch.float64)
         if self.ranks.rank == 0:
@@ -85,17 +92,15 @@ class Requests:
             # After the first step, or where none is to follow: that the ranks are there has to do then.
             if flips.trial and (not self._is_first or control.stop or control.paused or progress >= 1):
                 flips.acknowledge(step)
-            save, profile, restore, settings, pause = (control.asked.get(what, 0) for what in REVISIONS)
-            save *= save > self._saved
-            profile *= profile > self._profiled
-            restore *= restore > self._restored
-            settings *= settings > flips.revision and not flips.trial  # one flip after the other
-            self._saved, self._profiled = max(save, self._saved), max(profile, self._profiled)
-            self._restored = max(restore, self._restored)
-            pause *= control.paused
-            message[:] = torch.tensor([progress, time_is_up, control.stop, save, profile, restore, settings, pause])
-        progress, time_is_up, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
-        return Requested(progress, bool(time_is_up), bool(stop), *map(int, revisions))
+            asked = {what: control.asked.get(what, 0) for what in REVISIONS}
+            for what, revision in self._obeyed.items():
+                asked[what] *= revision < asked[what]
+                self._obeyed[what] = max(revision, asked[what])
+            asked[runfolder.SETTINGS] *= asked[runfolder.SETTINGS] > flips.revision and not flips.trial  # one by one
+            asked[runfolder.PAUSE] *= control.paused
+            message[:] = torch.tensor([progress, time_is_up, turn, control.stop, *asked.values()])
+        progress, time_is_up, turn, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
+        return Requested(progress, bool(time_is_up), int(turn), bool(stop), *map(int, revisions))
 
     def load_best(self) -> dict | None:
         """The best checkpoint's state, None where there is none; all ranks enter."""
