@@ -33,21 +33,26 @@ def test_a_phase_alone_keeps_batch_accumulation_and_learning_rate():
             assert entry.against == ladder.BASELINE
 
 
-def test_the_ladder_adds_phases_in_order_with_the_recipe_s_batch():
-    entries, _, _ = plan()
-    rungs = [entry for entry in entries if entry.kind == "ladder"]
-    seen: list[str] = []
+def test_the_recipe_s_batch_is_a_rung_of_its_own_and_no_phase_is_credited_with_it():
+    entries, off, _ = plan(**{"training.batch_size": 6, "training.accum_steps": 3})
+    recipe = {"training.batch_size": 24, "training.accum_steps": 2}
+    batch, *rungs = [entry for entry in entries if entry.kind == "ladder"]
+    assert batch.phase == ladder.BATCH and overlays.difference(off, batch.config) == recipe
+    before = batch.config
     for rung in rungs:
-        seen.append(rung.phase)
-        assert all(is_on(BY_NAME[name], rung.config) for name in seen)
-    checkpointed = next(rung for rung in rungs if rung.phase == "activation_checkpointing")
-    assert (checkpointed.config.training.batch_size, checkpointed.config.training.accum_steps) == (16, 2)
+        assert overlays.difference(before, rung.config).keys() <= BY_NAME[rung.phase].on.keys()
+        before = rung.config
+    assert all(is_on(BY_NAME[rung.phase], before) for rung in rungs)
+    (without,) = (e for e in entries if e.kind == "leave_one_out" and e.phase == ladder.BATCH)
+    back = {"training.batch_size": 6, "training.accum_steps": 3}
+    assert overlays.difference(before, without.config) == back and without.against == ladder.FULL
+    assert ladder.BATCH not in {entry.phase for entry in plan(("compile", "bf16"))[0]}, "these bring none along"
 
 
 def test_what_is_left_out_differs_from_the_full_set_in_one_phase_alone():
     entries, off, _ = plan()
     full = [entry for entry in entries if entry.kind == "ladder"][-1].config
-    for entry in (entry for entry in entries if entry.kind == "leave_one_out"):
+    for entry in (entry for entry in entries if entry.kind == "leave_one_out" and entry.phase != ladder.BATCH):
         assert entry.against == ladder.FULL
         assert overlays.difference(full, entry.config).keys() <= BY_NAME[entry.phase].on.keys()
         assert not is_on(BY_NAME[entry.phase], entry.config)

@@ -1,8 +1,8 @@
 """Every phase alone, every phase added in order, every phase left out: measured beside what was promised.
 
-A phase alone is measured at the baseline's batch, accumulation and learning rate. The ladder adds phases in order,
-with the batch and accumulation of the published recipe. Leaving one phase out of the full set shows what it adds to
-the others.
+A phase alone is measured at the baseline's batch, accumulation and learning rate. The ladder begins with the published
+recipe's batch and accumulation, which are a control of their own, and adds phases in order. Leaving one of all these
+out of the full set shows what it adds to the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from upsnb import hardware, overlays, phases
 from upsnb.compare.turns import ENDLESS, Turns, measure_beside
 from upsnb.compare.verdict import CRITERIA, score
-from upsnb.config import RunConfig
+from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
@@ -26,6 +26,7 @@ from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "phases"
 BASELINE, FULL = "baseline", "full set"
+BATCH = "batch"  # the entry that is no phase: what the recipe changes along with phases, by itself
 GAINING, LESS = "phases that gain alone", "full set without what costs"
 KINDS = {"alone": "alone", "ladder": "ladder", "leave_one_out": "leave_one_out", "sets": "set"}  # key: kind of its rows
 TITLES = {"alone": "alone", "ladder": "added in order", "leave_one_out": "what it adds to the full set"}
@@ -39,7 +40,7 @@ class Entry:
     """One config to measure, and the one it is measured against."""
 
     kind: str  # alone, ladder, leave_one_out, or set
-    phase: str
+    phase: str  # or BATCH
     config: RunConfig
     against: str  # BASELINE or FULL
 
@@ -69,13 +70,16 @@ def plan(
         else:
             used.append(phase)
     entries = [Entry("alone", phase.name, overlays.apply(off, phase.on), BASELINE) for phase in used]
-    rung = off
+    batch = {path: value for phase in used for path, value in phase.ladder.items() if setting(off, path) != value}
+    rung, without = off, {}
+    if batch:
+        rung, without[BATCH] = overlays.apply(off, batch), {path: setting(off, path) for path in batch}
+        entries.append(Entry("ladder", BATCH, rung, BASELINE))
     for phase in used:
-        rung = overlays.apply(rung, {**phase.on, **phase.ladder})
+        rung, without[phase.name] = overlays.apply(rung, phase.on), phases.off_overlay(phase, off)
         entries.append(Entry("ladder", phase.name, rung, BASELINE))
-    if len(used) > 1:  # as the base is without the phase: batch and accumulation stay, so that one thing differs
-        without = {phase.name: overlays.apply(rung, phases.off_overlay(phase, off)) for phase in used}
-        entries += [Entry("leave_one_out", name, config, FULL) for name, config in without.items()]
+    if len(without) > 1:  # as the base is without it: all else stays, so that one thing differs
+        entries += [Entry("leave_one_out", name, overlays.apply(rung, back), FULL) for name, back in without.items()]
     return entries, off, skipped
 
 
@@ -206,7 +210,8 @@ def gaining(rows: list[dict]) -> list[str]:
 
 def costly(rows: list[dict]) -> dict[str, dict]:
     """Phases that are sure to make the full set slower, and the ratio with and without each."""
-    left_out = {row["phase"]: row["ratio"] for row in rows if row["kind"] == "leave_one_out"}
+    without = [row for row in rows if row["kind"] == "leave_one_out" and row["phase"] != BATCH]
+    left_out = {row["phase"]: row["ratio"] for row in without}
     return {name: ratio for name, ratio in left_out.items() if ratio["ci95"][1] is not None and ratio["ci95"][1] < 1}
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from upsnb.compare.ladder import BASELINE, TITLES, finding, recommended
+from upsnb.compare.ladder import BASELINE, BATCH, TITLES, finding, recommended
 from upsnb.phases import BY_NAME
 from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, name_rows, note, save_all, shared_legend, styled
@@ -23,14 +23,15 @@ def promise_and_measurement(report: Mapping) -> Figure:
     its interval. Blue gains, vermillion loses, and a pale dot is one whose interval holds 1."""
     panels = [(kind, report[kind]) for kind in TITLES if report[kind]]
     shown = {row["phase"] for _, rows in panels for row in rows} | report["skipped"].keys()
-    names = [name for name in BY_NAME if name in shown]
+    names = [name for name in (BATCH, *BY_NAME) if name in shown]
     gain = sum((row["ratio"]["ci95"][0] or 0) > 1 for row in report["alone"])
-    title = f"{gain} of {len(names)} phases are sure to gain alone. {recommended(report)}"
+    title = f"{gain} of {len(names) - (BATCH in names)} phases are sure to gain alone. {recommended(report)}"
     figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2), title)
     axes = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
     for ax, (kind, rows) in zip(axes, panels):
         over = "with / without it" if kind == "leave_one_out" else "/ baseline's"
-        name_rows(ax, [f"{BY_NAME[name].number or ''} {name}" for name in names], f"throughput {over} [-]")
+        numbers = [getattr(BY_NAME.get(name), "number", None) or "" for name in names]
+        name_rows(ax, [f"{number} {name}" for number, name in zip(numbers, names)], f"throughput {over} [-]")
         ax.xaxis.label.set_size(8.5)
         ax.set_title(TITLES[kind])
         _rows(ax, rows, names)
@@ -75,7 +76,7 @@ def table(report: Mapping) -> pd.DataFrame:
     known = {kind: {row["phase"]: row for row in report[kind]} for kind in TITLES}
     known["alone"] |= {row["phase"]: row for row in report["sets"]}
     rows = []
-    for name in (*BY_NAME, *(row["phase"] for row in report["sets"])):
+    for name in (BATCH, *BY_NAME, *(row["phase"] for row in report["sets"])):
         measured, skipped = {kind: rows.get(name, {}) for kind, rows in known.items()}, report["skipped"].get(name)
         if not skipped and not any(measured.values()):
             continue
