@@ -4,7 +4,8 @@
 
 The folder holds small files of PDEBench. Each is compared with samples of its row's solver at its grid, times and
 parameters: figures and families.json in outputs/reference/families/. Where a solver can start from any state, it also
-starts from the first frames of the file, and the nRMSE at later frames is noted for every channel.
+starts from the first frames of the file, and the nRMSE at later frames is noted for every channel. Families that nobody
+published are drawn alone, at the size that their rows give.
 """
 
 import argparse
@@ -20,7 +21,10 @@ from keep import save
 from upsnb.data.families import FAMILIES
 from upsnb.data.finite_volumes import burgers, compressible
 from upsnb.data.generate import generate
+from upsnb.data.projection import carried_dye, centred
+from upsnb.data.sorption import diffusion_sorption
 from upsnb.data.source import Source, open_source
+from upsnb.data.spectral import fitzhugh_nagumo, reaction_diffusion
 from upsnb.report import style
 from upsnb.report.style import FIELD_COLOURS, draw_image, empty_figure, label, legend, styled, value_range
 from upsnb.training.metrics import energy_spectrum
@@ -42,8 +46,28 @@ def _gas(dims: int):
     return solve
 
 
-STARTED = {  # family: (n, C, *grid), parameters and times to (n, T, C, *grid)
+def _dye(first, parameters, times):
+    """Incompressible flow of cells one wide, as in the published file, from velocity, dye and force on centres."""
+    flows = []
+    for vx, vy, dye, *force in first:
+        faces = (vx[1:] + vx[:-1]) / 2, (vy[:, 1:] + vy[:, :-1]) / 2
+        frames = carried_dye(*faces, dye, np.stack(force), parameters["NU"], times, length=len(dye))
+        flows.append([[*centred(u, v), carried] for u, v, carried in frames])
+    return np.array(flows)
+
+
+STARTED = {  # family: (n, C and what is given, *grid), parameters and times to (n, T, C, *grid)
     "burgers1d": lambda first, parameters, times: burgers(first[:, 0], parameters["Nu"], times)[:, :, None],
+    "reacdiff1d": lambda first, parameters, times: reaction_diffusion(first[:, 0], *parameters.values(), times)[
+        :, :, None
+    ],
+    "diffsorp1d": lambda first, parameters, times: np.stack(
+        [diffusion_sorption(start, times, **parameters)[:, None] for start in first[:, 0]]
+    ),
+    "diffreact2d": lambda first, parameters, times: fitzhugh_nagumo(
+        first, (parameters["Du"], parameters["Dv"]), parameters["k"], times
+    ),
+    "incompressible2d": _dye,
     **{f"cfd{dims}d": _gas(dims) for dims in (1, 2, 3)},
 }
 
@@ -52,7 +76,8 @@ def gone_on_with(source: Source, fields: np.ndarray, parameters: dict) -> dict:
     """nRMSE of our flow from the file's first frame, mean over samples: channel -> one number for each time."""
     frames = sorted({round(part * (source.num_times - 1)) for part in LATER} - {0})
     times, space = source.times[[0, *frames]].astype(np.float64), tuple(range(3, fields.ndim))
-    found = STARTED[source.family.name](fields[:, 0].astype(np.float64), parameters, times)[:, 1:]
+    first = source.read(np.arange(source.num_samples), [0])[0][:, 0].astype(np.float64)
+    found = STARTED[source.family.name](first, parameters, times)[:, 1:]
     error = np.sqrt(((found - fields[:, frames]) ** 2).mean(space) / (fields[:, frames] ** 2).mean(space)).mean(axis=0)
     told = {channel: error[:, number].round(6).tolist() for number, channel in enumerate(source.family.channels)}
     return {"times": times[1:].round(6).tolist(), "nrmse": told}
@@ -61,7 +86,7 @@ def gone_on_with(source: Source, fields: np.ndarray, parameters: dict) -> dict:
 def sizes(fields: np.ndarray, channels) -> dict:
     """Range, mean and spread of every channel, and the mean square's share in each shell of wavenumbers at the end."""
     energy = energy_spectrum(torch.from_numpy(fields[:, -1:]))[1].mean(dim=(0, 1))[:, 1:]
-    shares = (energy / energy.sum(dim=1, keepdim=True))[:, :8].tolist()
+    shares = (energy / energy.sum(dim=1, keepdim=True).clamp_min(1e-12))[:, :8].tolist()
     return {
         channel: {
             **{name: float(getattr(fields[:, :, number], name)()) for name in ("min", "max", "mean", "std")},
@@ -74,11 +99,11 @@ def sizes(fields: np.ndarray, channels) -> dict:
 @styled
 def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: str):
     """First channel: three samples over time in 1D, one sample at three times else; and spectra at the end."""
-    source = pair["published"]
-    family, dims = source.family, source.family.num_dims
-    figure = empty_figure(9.0, 3.8, title)
+    family = pair["generated"].family
+    dims = family.num_dims
+    figure = empty_figure(9.0, 1.9 * len(pair) if len(pair) > 1 else 2.6, title)
     left, right = figure.subfigures(1, 2, width_ratios=[2.1, 1])
-    grid, curve = left.subplots(2, 3, sharex=True, sharey=True), right.subplots()
+    grid, curve = left.subplots(len(pair), 3, sharex=True, sharey=True, squeeze=False), right.subplots()
     for row, (name, values) in zip(grid, fields.items(), strict=True):
         last = values.shape[1] - 1
         if dims == 1:
@@ -104,13 +129,12 @@ def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: 
             ax.set(xlabel=label("x"), ylabel=label("time t" if dims == 1 else "y"))
             ax.set_title(words, fontsize=8)
             ax.label_outer()
-    for (name, values), look in zip(
-        fields.items(), ({"color": style.BLACK, "linewidth": 2}, {"color": style.VERMILLION}), strict=True
-    ):
+    looks = {"published": {"color": style.BLACK, "linewidth": 2}, "generated": {"color": style.VERMILLION}}
+    for name, values in fields.items():
         for frame, dash in ((0, ":"), (values.shape[1] - 1, "-")):
             number, energy = energy_spectrum(torch.from_numpy(values[:, frame : frame + 1, :1]))
             when = f"{name}, t = {pair[name].times[frame]:.3g}"
-            curve.plot(number[1:], energy.mean(dim=(0, 1, 2))[1:], linestyle=dash, label=when, **look)
+            curve.plot(number[1:], energy.mean(dim=(0, 1, 2))[1:], linestyle=dash, label=when, **looks[name])
     curve.set(
         xscale="log", yscale="log", ylim=(max(curve.dataLim.y0, 1e-9 * curve.dataLim.y1) / 2, 2 * curve.dataLim.y1)
     )
@@ -119,29 +143,31 @@ def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: 
     return figure
 
 
-def compare(name: str, file: Path, folder: Path) -> dict:
+def compare(name: str, file: Path | None, folder: Path) -> dict:
     """One family's figure, saved, and its numbers."""
-    published = open_source(name, file, num_samples=MOST_SAMPLES)
-    family = published.family
-    parameters = {key: float(value) for key, value in zip(family.parameters, published.parameters[0], strict=True)}
-    settings = parameters, published.grid_shape[0], published.num_times
+    family, pair, settings = FAMILIES[name], {}, (FAMILIES[name].parameters,)
+    if file is not None:
+        pair["published"] = published = open_source(name, file, num_samples=MOST_SAMPLES)
+        parameters = {key: float(value) for key, value in zip(family.parameters, published.parameters[0], strict=True)}
+        settings = parameters, published.grid_shape[0], published.num_times
     began = time.process_time()
     with tempfile.TemporaryDirectory() as temporary:
-        made = generate(family, Path(temporary) / file.name, max(3, published.num_samples), *settings)
+        num_samples = max(3, published.num_samples) if pair else 3
+        made = generate(family, Path(temporary) / (file.name if pair else f"{name}.h5"), num_samples, *settings)
         spent = time.process_time() - began
-        pair = {"published": published, "generated": open_source(name, made)}
+        pair["generated"] = open_source(name, made)
         fields = {which: source.read_all()[1] for which, source in pair.items()}
-    words = ", ".join(f"{key} {value:g}" for key, value in parameters.items())
-    title = f"{family.title}{words and ', '}{words}: published flows above, generated ones below, and their spectra"
-    style.save(side_by_side(pair, fields, title), folder, name)
+    words = ", ".join([family.title, *(f"{key} {value:g}" for key, value in settings[0].items())])
+    shown = "published flows above, generated ones below, and their spectra" if file else "generated, and its spectrum"
+    style.save(side_by_side(pair, fields, f"{words}: {shown}"), folder, name)
     found = {
-        "file": file.name,
-        "grid": list(published.grid_shape),
-        "frames": published.num_times,
-        "cpu_s_per_sample": round(spent / len(fields["generated"]), 3),
+        "file": file.name if file else None,
+        "grid": list(pair["generated"].grid_shape),
+        "frames": pair["generated"].num_times,
+        "cpu_s_per_sample": round(spent / num_samples, 3),
         **{which: sizes(values, family.channels) for which, values in fields.items()},
     }
-    if name in STARTED:
+    if file and name in STARTED:
         found["from_first_frame"] = gone_on_with(published, fields["published"], parameters)
     return found
 
@@ -156,8 +182,7 @@ def main() -> None:
     families = json.loads(path.read_text())["families"] if path.is_file() else {}
     for name in args.only:
         files = sorted(args.folder.glob(f"{FAMILIES[name].file_stem}*"))
-        if files and FAMILIES[name].solve is not None:
-            families[name] = compare(name, files[0], args.output)
+        families[name] = compare(name, files[0] if files else None, args.output)
     save({"families": dict(sorted(families.items()))}, path)
 
 
