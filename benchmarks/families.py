@@ -131,7 +131,7 @@ def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: 
             ax.label_outer()
     looks = {"published": {"color": style.BLACK, "linewidth": 2}, "generated": {"color": style.VERMILLION}}
     for name, values in fields.items():
-        for frame, dash in ((0, ":"), (values.shape[1] - 1, "-")):
+        for frame, dash in {0: ":", values.shape[1] - 1: "-"}.items():
             number, energy = energy_spectrum(torch.from_numpy(values[:, frame : frame + 1, :1]))
             when = f"{name}, t = {pair[name].times[frame]:.3g}"
             curve.plot(number[1:], energy.mean(dim=(0, 1, 2))[1:], linestyle=dash, label=when, **looks[name])

@@ -6,8 +6,10 @@ import h5py
 import numpy as np
 import pytest
 import scipy.optimize
+import torch
 
-from upsnb.data import finite_volumes
+from upsnb.data import finite_volumes, symmetries
+from upsnb.data.families import FAMILIES
 from upsnb.data.finite_volumes import GAMMA, burgers, compressible, draw_dam, draw_gas, shallow_water
 from upsnb.errors import DataError
 
@@ -145,27 +147,6 @@ def test_mass_momentum_and_energy_are_conserved(dims):
     assert _nrmse(velocity[1], velocity[0], dims).min() > 0.01  # something happened
 
 
-MOVES = {
-    "shift": lambda gas: np.roll(gas, 3, axis=-1),
-    "mirror": lambda gas: np.flip(gas, -2) * np.array([1.0, -1.0, 1.0, 1.0])[:, None, None],
-    "exchange": lambda gas: gas[..., [0, 2, 1, 3], :, :].swapaxes(-1, -2),
-}
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_an_image_of_a_gas_flows_as_its_image(name):
-    move, times = MOVES[name], np.array([0, 0.1])
-    flow, image = (compressible(gas, 0.02, 0.01, 1 / 16, times) for gas in (GASES[2], move(GASES[2])))
-    np.testing.assert_allclose(image, move(flow), atol=1e-12 * np.abs(flow).max())
-
-
-def test_axes_can_be_exchanged_in_three_dimensions():
-    flow = compressible(GASES[3], 0.01, 0.01, 1 / 8, np.array([0, 0.05]))
-    turned = GASES[3][:, [0, 2, 3, 1, 4]].transpose(0, 1, 3, 4, 2)
-    found = compressible(turned, 0.01, 0.01, 1 / 8, np.array([0, 0.05]))
-    np.testing.assert_allclose(found, flow[:, :, [0, 2, 3, 1, 4]].transpose(0, 1, 2, 4, 5, 3), rtol=1e-11, atol=1e-11)
-
-
 def _decay(initial: np.ndarray, eta: float, zeta: float, channel: int, time: float) -> float:
     """Rate at which a channel's variation falls, of a gas in the unit box."""
     flow = compressible(initial[None], eta, zeta, 1 / initial.shape[-1], np.array([0, time]))[0, :, channel]
@@ -258,6 +239,36 @@ def test_waves_leave_through_the_boundary():
 def test_deep_and_flat_water_stays_positive():
     height = shallow_water(np.where(_centres(100) < 0.5, 10.0, 0.01)[None], 0.01, np.linspace(0, 0.1, 3))
     assert height.min() > 0.0099
+
+
+# --- symmetries -----------------------------------------------------------------------------------------------------
+
+
+def _follow(family, first: torch.Tensor) -> torch.Tensor:
+    """(B, 2, C, *grid): a first frame (B, 1, C, *grid), and what it becomes."""
+    states, times, cell = first[:, 0].numpy(), np.array([0, 0.1]), 1 / first.shape[-1]
+    if family.name == "burgers1d":
+        flow = burgers(states[:, 0], 0.01, times)[:, :, None]
+    elif family.name == "shallowwater2d":
+        flow = shallow_water(states[:, 0], cell, times)[:, :, None]
+    else:
+        order = [0, *range(2, states.shape[1]), 1]
+        flow = compressible(states[:, order], 0.02, 0.01, cell, times)[:, :, np.argsort(order)]
+    return torch.from_numpy(np.ascontiguousarray(flow))
+
+
+@pytest.mark.parametrize("name", ["burgers1d", "cfd1d", "cfd2d", "cfd3d", "shallowwater2d"])
+def test_an_image_of_a_state_becomes_the_image_of_what_the_state_becomes(name):
+    """For the symmetries that the row names, and with its vectors."""
+    family = FAMILIES[name]
+    shape = (1, len(family.channels), *family.num_dims * ({1: 32, 2: 12, 3: 6}[family.num_dims],))
+    state = 1.5 + 0.4 * np.random.default_rng(0).random(shape)
+    first = torch.from_numpy(np.tile(state[:, None], (6, 1, 1, *family.num_dims * (1,))))
+    flow = _follow(family, first)
+    image, image_of_flow = symmetries.images(family, first, flow, np.random.default_rng(1).random((6, 2)))
+    assert not torch.equal(image, first)
+    np.testing.assert_allclose(_follow(family, image), image_of_flow, rtol=1e-11, atol=1e-11)
+    assert (flow[:, 1] - flow[:, 0]).abs().max() > 0.01
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
