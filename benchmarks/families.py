@@ -98,7 +98,7 @@ def sizes(fields: np.ndarray, channels) -> dict:
 
 @styled
 def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: str):
-    """First channel: three samples over time in 1D, one sample at three times else; and spectra at the end."""
+    """First channel: three samples, over time in 1D, or one at three times in 2D and 3D; and spectra at both ends."""
     family = pair["generated"].family
     dims = family.num_dims
     figure = empty_figure(9.0, 1.9 * len(pair) if len(pair) > 1 else 2.6, title)
@@ -114,7 +114,8 @@ def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: 
             for sample, frame in shown:
                 image = values[sample, frame, 0]
                 image = image if dims == 2 else image[:, :, image.shape[-1] // 2]
-                images.append((f"{name}, t = {pair[name].times[frame]:.3g}", image.T))
+                when = f"sample {sample}" if last == 0 else f"t = {pair[name].times[frame]:.3g}"
+                images.append((f"{name}, {when}", image.T))
         (low, high), norm = family.domain[0], value_range(np.stack([image for _, image in images]))
         above = pair[name].times[[0, -1]] if dims == 1 else family.domain[1]
         for ax, (words, image) in zip(row, images, strict=True):
@@ -133,7 +134,7 @@ def side_by_side(pair: dict[str, Source], fields: dict[str, np.ndarray], title: 
     for name, values in fields.items():
         for frame, dash in {0: ":", values.shape[1] - 1: "-"}.items():
             number, energy = energy_spectrum(torch.from_numpy(values[:, frame : frame + 1, :1]))
-            when = f"{name}, t = {pair[name].times[frame]:.3g}"
+            when = name if values.shape[1] == 1 else f"{name}, t = {pair[name].times[frame]:.3g}"
             curve.plot(number[1:], energy.mean(dim=(0, 1, 2))[1:], linestyle=dash, label=when, **looks[name])
     curve.set(
         xscale="log", yscale="log", ylim=(max(curve.dataLim.y0, 1e-9 * curve.dataLim.y1) / 2, 2 * curve.dataLim.y1)
