@@ -127,8 +127,8 @@ def row(kind: str, phase: str, median: float | None, **changes) -> dict:
 
 def test_phases_stand_in_their_order_wherever_they_were_measured_or_left_out():
     rows = [row("alone", name, 1.1) for name in ("nccl", "bf16", "compile")]
-    made = {"alone": rows, "ladder": [], "leave_one_out": [], "sets": [], "skipped": {"optimizer_offload": "no GPU"}}
-    made["recommended"] = {"phase": None, "basis": "nothing beat the baseline"}
+    made = {"alone": rows, "ladder": [], "leave_one_out": [], "skipped": {"optimizer_offload": "no GPU"}}
+    made["recommended"] = {"changes": {}, "basis": "nothing beat the baseline"}
     figure = ladder_figures.promise_and_measurement(made)
     check(figure)
     names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]

@@ -77,72 +77,25 @@ def test_an_unknown_phase_is_an_error_that_names_the_known_ones():
         plan(chosen=("turbo",))
 
 
-def test_the_fastest_set_that_keeps_its_promises_is_recommended():
-    rows = [
-        row("alone", "compile", 1.5),
-        row("alone", "bf16", 2.0, nrmse_ratio=1.2),
-        row("ladder", "loss_frequency", 3.0, memory_gib=60.0),
-        row("set", ladder.GAINING, 1.9),
-        row("alone", "fused", None, failed="it broke"),
-    ]
-    chosen = ladder.recommend(rows, {"memory_gib": 50.0, "nrmse_ratio": 1.03})
-    assert chosen["phase"] == ladder.GAINING
-    assert set(chosen["refused"]) == {"alone: bf16", "ladder: loss_frequency"}
-    assert "accuracy" in chosen["basis"]
-
-
-def test_no_set_keeps_a_phase_that_the_full_set_is_faster_without():
-    rows = [
-        row("alone", "compile", 1.2),
-        row("alone", "activation_checkpointing", 1.3),
-        row("ladder", "compile", 1.2),
-        row("ladder", "activation_checkpointing", 1.5),
-        row("ladder", "bf16", 2.0),
-        row("leave_one_out", "compile", 1.3),
-        row("leave_one_out", "activation_checkpointing", 0.85),
-        row("leave_one_out", "bf16", 1.0),  # cannot be told from 1
-        row("set", ladder.LESS, 1.9),
-        row("set", ladder.GAINING, 1.25),
-    ]
-    chosen = ladder.recommend(rows, {"memory_gib": 50.0, "nrmse_ratio": 1.03})
-    assert chosen["phase"] == ladder.LESS and ladder.members(rows[-2], rows) == ["compile", "bf16"]
-    assert chosen["refused"].keys() == {"ladder: bf16"}
-    assert "activation_checkpointing (0.85 [0.82, 0.88], slower)" in chosen["refused"]["ladder: bf16"]
-    others = ladder.recommend([one for one in rows if one["phase"] != ladder.LESS], ladder.CRITERIA)
-    assert others["phase"] == ladder.GAINING and ladder.members(rows[-1], rows) == ["compile"]
-    refused = {"ladder: bf16", "ladder: activation_checkpointing", "alone: activation_checkpointing"}
-    assert others["refused"].keys() == refused
-    assert all("costs the full set" in why for why in others["refused"].values())
-
-
-def test_nothing_is_recommended_that_noise_could_explain():
-    rows = [row("alone", "compile", 1.02), row("alone", "bf16", 0.8)]
-    chosen = ladder.recommend(rows, {"memory_gib": 50.0, "nrmse_ratio": 1.03})
-    assert chosen["phase"] is None and chosen["changes"] == {} and len(chosen["refused"]) == 2
-
-
-def test_accuracy_that_was_not_measured_is_not_claimed():
-    chosen = ladder.recommend([row("alone", "compile", 1.5, nrmse_ratio=None)], {"memory_gib": 50, "nrmse_ratio": 1.03})
-    assert "accuracy was not measured" in chosen["basis"]
+def recommended(**changes) -> dict:
+    """What a search returns."""
+    ratio = {"median": 1.5, "ci95": [1.45, 1.55]}
+    given = {"changes": {"training.compile": True, "training.batch_size": 16}, "ratio": ratio, "basis": "turns"}
+    return {**given, "refused": {}, "tried": [], **changes}
 
 
 def test_the_recommended_file_says_where_it_was_measured_and_loads(tmp_path):
-    chosen = ladder.recommend(
-        [row("alone", "compile", 1.5, changes={"training.compile": True})], {"memory_gib": 50.0, "nrmse_ratio": 1.03}
-    )
-    report = {"recommended": chosen, "hardware": LAPTOP.as_dict(), "num_ranks": 1, "date": "2026-01-02"}
+    report = {"recommended": recommended(), "hardware": LAPTOP.as_dict(), "num_ranks": 1, "date": "2026-01-02"}
     path = ladder.write_params(report, tmp_path / "recommended.yaml")
     assert "a laptop" in path.read_text() and "1.50 [" in path.read_text()
-    assert yaml.safe_load(path.read_text())["training"] == {"compile": True}
+    assert yaml.safe_load(path.read_text())["training"] == {"compile": True, "batch_size": 16}
     assert overlays.load(path).training.compile
 
 
 def made_up_report(*rows: dict) -> dict:
     """A ladder's report, as far as its summary reads it."""
-    keys = {"alone": "alone", "ladder": "ladder", "leave_one_out": "leave_one_out", "set": "sets"}
-    listed = {key: [one for one in rows if one["kind"] == kind] for kind, key in keys.items()}
-    chosen = ladder.recommend(list(rows), {"memory_gib": 50.0, "nrmse_ratio": 1.03})
-    return {"kind": ladder.KIND, **listed, "skipped": {"fused": "needs CUDA"}, "recommended": chosen}
+    listed = {kind: [one for one in rows if one["kind"] == kind] for kind in ladder.KINDS}
+    return {"kind": ladder.KIND, **listed, "skipped": {"fused": "needs CUDA"}, "recommended": recommended()}
 
 
 def test_the_summary_has_promise_beside_measurement_and_the_reason_where_there_is_none():
@@ -150,22 +103,21 @@ def test_the_summary_has_promise_beside_measurement_and_the_reason_where_there_i
         row("alone", "compile", 1.5, promised=1.36),
         row("ladder", "bf16", None, failed="RunError: it broke\nand a log"),
         row("leave_one_out", "compile", 1.1),
-        row("set", ladder.GAINING, 1.6, promised=None),
     )
     said = ladder.summary(report).splitlines()
-    assert said[0].startswith("Recommended: compile, 1.60 [1.55, 1.65] times the baseline; rests on throughput")
+    assert said[0] == "Recommended: compile + batch size 16, 1.50 [1.45, 1.55] times the baseline; rests on turns."
     assert said[1:] == [
         "alone: compile: promised 1.36, 1.50 [1.46, 1.54]",
         "added in order: bf16: promised 1.2, failed: RunError: it broke",
         "what it adds to the full set: compile: 1.10 [1.07, 1.13]",
-        "set: phases that gain alone: 1.60 [1.55, 1.65]",
         "fused is left out: needs CUDA",
     ]
 
 
 def test_the_summary_recommends_nothing_where_nothing_gained():
-    said = ladder.summary(made_up_report(row("alone", "compile", 0.9), row("alone", "bf16", None)))
-    assert "Recommended: the baseline, because nothing beat the baseline." in said
+    report = made_up_report(row("alone", "compile", 0.9), row("alone", "bf16", None))
+    said = ladder.summary({**report, "recommended": recommended(changes={}, basis="nothing beat it")})
+    assert "Recommended: the baseline, because nothing beat it." in said
     assert "bf16: promised 1.2, no steady step in its turns" in said and "None" not in said
 
 

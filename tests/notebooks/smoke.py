@@ -33,6 +33,7 @@ OTHERWISE = {  # notebook: parameters beside or instead of the preset
         "chosen": ["activation_checkpointing", "loss_frequency"],
         "block_s": 1.0,
         "rounds": 2,
+        "search_minutes": 0,
     },
     "05_scaling": {
         "preset": "smoke",

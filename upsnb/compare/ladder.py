@@ -14,8 +14,9 @@ from pathlib import Path
 import yaml
 
 from upsnb import hardware, overlays, phases
+from upsnb.compare.search import recommend, told
 from upsnb.compare.turns import ENDLESS, Turns, measure_beside
-from upsnb.compare.verdict import CRITERIA, score
+from upsnb.compare.verdict import score
 from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
@@ -27,11 +28,10 @@ from upsnb.widgets.progress import rewrite
 FORMAT, KIND = 1, "phases"
 BASELINE, FULL = "baseline", "full set"
 BATCH = "batch"  # the entry that is no phase: what the recipe changes along with phases, by itself
-GAINING, LESS = "phases that gain alone", "full set without what costs"
-KINDS = {"alone": "alone", "ladder": "ladder", "leave_one_out": "leave_one_out", "sets": "set"}  # key: kind of its rows
+KINDS = ("alone", "ladder", "leave_one_out")  # of rows
 TITLES = {"alone": "alone", "ladder": "added in order", "leave_one_out": "what it adds to the full set"}
 PARAMETERS = (  # of the notebook, beside the sections
-    *("chosen", "block_s", "rounds", "quality_epochs", "criteria", "recommended_file"),
+    *("chosen", "block_s", "rounds", "quality_epochs", "search_minutes", "recommended_file"),
 )
 
 
@@ -39,7 +39,7 @@ PARAMETERS = (  # of the notebook, beside the sections
 class Entry:
     """One config to measure, and the one it is measured against."""
 
-    kind: str  # alone, ladder, leave_one_out, or set
+    kind: str  # one of KINDS
     phase: str  # or BATCH
     config: RunConfig
     against: str  # BASELINE or FULL
@@ -91,14 +91,15 @@ def measure(
     block_s: float = 10.0,
     rounds: int = 6,
     quality_epochs: int = 0,
-    criteria: dict | None = None,
+    minutes: float = 0.0,
     log: Callable[[str], None] = rewrite,
 ) -> dict:
     """Measure all entries of `plan` and recommend a set; the report, also written to `report.json`.
 
     Args:
         block_s: length of a turn; every entry takes `rounds` of them against its reference, A B B A.
-        quality_epochs: length of the trainings that accuracy is compared by; 0: accuracy is not measured.
+        quality_epochs: length of the trainings that accuracy is compared by; 0: only in the search, from 1 on.
+        minutes: of the search for the set to recommend; 0: none is recommended.
     Raises:
         ConfigError: the base cannot run here.
     """
@@ -113,24 +114,18 @@ def measure(
             full = next(entry.config for entry in reversed(entries) if entry.kind == "ladder")
             measured.reference(FULL, full)
             rows += [measured.row(entry) for entry in left_out]
-            for name in costly(rows):
-                full = overlays.apply(full, phases.off_overlay(phases.BY_NAME[name], off))
-            if costly(rows):
-                rows.append(measured.row(Entry("set", LESS, full, BASELINE)))
-        together = off
-        for name in gaining(rows):
-            together = overlays.apply(together, phases.BY_NAME[name].on)
-        if together != off:
-            rows.append(measured.row(Entry("set", GAINING, together, BASELINE)))
     finally:
         measured.close()
+    chosen_set = {"changes": {}, "ratio": None, "basis": "nothing was searched", "refused": {}, "tried": []}
+    if minutes:
+        chosen_set = recommend(off, folder / "search", minutes, max(quality_epochs, 1), log)
     report = {
         "format": FORMAT,
         "kind": KIND,
         "baseline": measured.results[BASELINE],
-        **{key: [row for row in rows if row["kind"] == kind] for key, kind in KINDS.items()},
+        **{kind: [row for row in rows if row["kind"] == kind] for kind in KINDS},
         "skipped": skipped,
-        "recommended": recommend(rows, {**CRITERIA, **(criteria or {})}),
+        "recommended": chosen_set,
         "settings": overlays.difference(RunConfig(), off),
         "num_ranks": off.training.num_gpus,
     }
@@ -195,84 +190,32 @@ class Measurements:
             turns.end()
 
 
-# -- recommendation --------------------------------------------------------------------------------------------------
-
-
-def gaining(rows: list[dict]) -> list[str]:
-    """Phases that are sure to gain alone, and not to cost the full set."""
-    costs = costly(rows)
-    return [
-        row["phase"]
-        for row in rows
-        if row["kind"] == "alone" and row["phase"] not in costs and (row["ratio"]["ci95"][0] or 0) > 1
-    ]
-
-
-def costly(rows: list[dict]) -> dict[str, dict]:
-    """Phases that are sure to make the full set slower, and the ratio with and without each."""
-    without = [row for row in rows if row["kind"] == "leave_one_out" and row["phase"] != BATCH]
-    left_out = {row["phase"]: row["ratio"] for row in without}
-    return {name: ratio for name, ratio in left_out.items() if ratio["ci95"][1] is not None and ratio["ci95"][1] < 1}
-
-
-def members(row: dict, rows: list[dict]) -> list[str]:
-    """The phases that are on in a row of the baseline's."""
-    rungs = [other["phase"] for other in rows if other["kind"] == "ladder"]
-    if row["phase"] == LESS:
-        return [name for name in rungs if name not in costly(rows)]
-    if row["phase"] == GAINING:
-        return gaining(rows)
-    return rungs[: rungs.index(row["phase"]) + 1] if row["kind"] == "ladder" else [row["phase"]]
-
-
-def recommend(rows: list[dict], criteria: dict) -> dict:
-    """The fastest measured set whose accuracy and memory criteria hold on this machine, and what that rests on.
-
-    None that keeps a phase without which the full set is faster: the set would be faster without it, too.
-    """
-    candidates = [row for row in rows if row["kind"] != "leave_one_out" and row["ratio"]["median"] is not None]
-    refused, costs = {}, costly(rows)
-    for row in sorted(candidates, key=lambda row: -row["ratio"]["median"]):
-        name = f"{row['kind']}: {row['phase']}"
-        kept = [f"{phase} ({factor(costs[phase])})" for phase in members(row, rows) if phase in costs]
-        if (row["ratio"]["ci95"][0] or 0) <= 1:
-            refused[name] = "no faster than the baseline within the interval"
-        elif kept:
-            refused[name] = f"keeps what costs the full set throughput: {', '.join(kept)}"
-        elif row["memory_gib"] and criteria["memory_gib"] and row["memory_gib"] >= criteria["memory_gib"]:
-            refused[name] = f"needs {row['memory_gib']:.1f} GiB"
-        elif row["nrmse_ratio"] and criteria["nrmse_ratio"] and not row["nrmse_ratio"] <= criteria["nrmse_ratio"]:
-            refused[name] = f"validation nRMSE is {row['nrmse_ratio']:.3f} times the baseline's"
-        else:
-            basis = "throughput and memory" + (", accuracy" if row["nrmse_ratio"] else "; accuracy was not measured")
-            chosen = {key: row[key] for key in ("phase", "kind", "changes", "ratio", "nrmse_ratio", "memory_gib")}
-            return {**chosen, "basis": basis, "refused": refused}
-    return {"phase": None, "changes": {}, "ratio": None, "basis": "nothing beat the baseline", "refused": refused}
+# -- in words -------------------------------------------------------------------------------------------------------
 
 
 def recommended(report: dict) -> str:
     """The set to use on this machine, in a sentence."""
-    chosen, rows = report["recommended"], [row for key in KINDS for row in report[key]]
-    if chosen["phase"] is None:
+    chosen = report["recommended"]
+    if not chosen["changes"]:
         return f"Recommended: the baseline, because {chosen['basis']}."
-    names = " + ".join(members(chosen, rows))
-    return f"Recommended: {names}, {factor(chosen['ratio'])} times the baseline; rests on {chosen['basis']}."
+    gain = factor(chosen["ratio"])
+    return f"Recommended: {told(chosen['changes'])}, {gain} times the baseline; rests on {chosen['basis']}."
 
 
 def finding(row: dict) -> str:
     """What was measured of an entry, or why nothing was."""
-    if "failed" in row:
-        return f"failed: {row['failed'].splitlines()[0]}"
+    if why := row.get("failed") or row["ratio"].get("why"):
+        return f"failed: {why.splitlines()[0]}"
     return factor(row["ratio"]) if row["ratio"]["median"] else "no steady step in its turns -> raise block_s"
 
 
 def summary(report: dict) -> str:
     """The report in a few lines."""
     lines = [recommended(report)]
-    for key, kind in KINDS.items():
-        for row in report[key]:
+    for kind in KINDS:
+        for row in report[kind]:
             promised = f"promised {number(row['promised'], 3)}, " if row["promised"] and kind != "leave_one_out" else ""
-            lines.append(f"{TITLES.get(kind, kind)}: {row['phase']}: {promised}{finding(row)}")
+            lines.append(f"{TITLES[kind]}: {row['phase']}: {promised}{finding(row)}")
     return "\n".join([*lines, *(f"{name} is left out: {reason}" for name, reason in report["skipped"].items())])
 
 
@@ -280,10 +223,9 @@ def write_params(report: dict, path: Path | str) -> Path:
     """The recommended set as a params file, to be put on top of any other."""
     chosen, machine = report["recommended"], report["hardware"]
     ratio = chosen["ratio"]
-    lines = [f"# The fastest set measured on {report['num_ranks']} x {machine['device_name']}, {report['date']}."]
+    lines = [f"# The fastest set found on {report['num_ranks']} x {machine['device_name']}, {report['date']}."]
     if ratio:
-        low, high = ratio["ci95"]
-        lines.append(f"# {ratio['median']:.2f} [{low:.2f}, {high:.2f}] times the baseline; rests on {chosen['basis']}.")
+        lines.append(f"# {factor(ratio)} times the baseline; rests on {chosen['basis']}.")
     values: dict = {"preset": ""}
     for dotted, value in chosen["changes"].items():
         node = values

@@ -69,14 +69,15 @@ def _rows(ax: Axes, rows: Sequence[Mapping], names: Sequence[str]) -> None:
 
 
 def table(report: Mapping) -> pd.DataFrame:
-    """A row a phase, and one a set of them: promised and measured each way, with memory [GiB] and nRMSE beside it.
+    """A row a phase: promised and measured each way, with memory [GiB] and nRMSE beside it.
 
-    The last columns are of the full set without the phase.
+    Older reports have a row for each set of phases, too. The last columns are of the full set without the phase.
     """
     known = {kind: {row["phase"]: row for row in report[kind]} for kind in TITLES}
-    known["alone"] |= {row["phase"]: row for row in report["sets"]}
+    sets = {row["phase"]: row for row in report.get("sets", ())}
+    known["alone"] |= sets
     rows = []
-    for name in (BATCH, *BY_NAME, *(row["phase"] for row in report["sets"])):
+    for name in (BATCH, *BY_NAME, *sets):
         measured, skipped = {kind: rows.get(name, {}) for kind, rows in known.items()}, report["skipped"].get(name)
         if not skipped and not any(measured.values()):
             continue
@@ -94,6 +95,26 @@ def table(report: Mapping) -> pd.DataFrame:
         rows.append(cells)
     baseline = {"phase": BASELINE, "GiB alone": number(report["baseline"]["memory_gib"], 3)}
     return pd.DataFrame([*rows, baseline]).fillna("-")
+
+
+def tried(report: Mapping) -> pd.DataFrame:
+    """A row for each change that the search measured, on top of those kept before it, and for each set it trained."""
+    chosen = report["recommended"]
+    changes = [
+        {"tried": row["change"], "throughput": finding(row), "kept": "yes" if row["kept"] else "no"}
+        for row in chosen["tried"]
+    ]
+    sets = [
+        {
+            "tried": f"{name}, {row['epochs']} epochs",
+            "nRMSE / baseline's": number(row["nrmse_ratio"]),
+            "equal arms": number(row["tolerance"]),
+            "kept": "yes" if row["holds"] else "no",
+        }
+        for name, row in chosen.get("accuracy", {}).items()
+    ]
+    columns = ["tried", "throughput", "nRMSE / baseline's", "equal arms", "kept"]
+    return pd.DataFrame([*changes, *sets], columns=columns).fillna("-")
 
 
 def write_figures(folder: Path | str) -> dict[str, Path]:
