@@ -95,3 +95,10 @@ def test_what_is_not_said_of_generated_data_is_its_rows(tmp_path):
     )
     assert name(family="shallowwater2d", generate={"resolution": 16}) == "2D_rdb_n128_x16_t26_seed0.hdf5"
     assert name(family="darcy2d", generate={"parameter": 0.1}) == "2D_DarcyFlow_beta0.1_n128_x64_seed0.hdf5"
+
+
+def test_generating_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "PROGRESS_S", 0.0)
+    config, said = DatasetConfig.model_validate({"family": "darcy2d", "generate": {"num_samples": 3}}), []
+    datasets.ensure_generated(config, tmp_path, said.append)
+    assert [line.partition(": ")[2] for line in said] == ["", *(f"{n} of 3 samples" for n in (1, 2, 3))]

@@ -10,6 +10,7 @@ from real_files import REAL_FILES, SMALL_FILES
 from upsnb import overlays
 from upsnb.data import datasets
 from upsnb.data.families import FAMILIES
+from upsnb.memory import predict
 from upsnb.report import figures, results
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
@@ -79,6 +80,7 @@ def test_what_a_family_keeps_on_the_device_is_predicted(family_config, tmp_path,
     assert outline.num_bytes == dataset.num_bytes == dataset.source.read_all()[0].nbytes
     shape = ("grid_shape", "input_channels", "output_channels", "num_parameters")
     assert all(getattr(outline.spec, key) == getattr(dataset.spec, key) for key in shape)
+    assert predict.predict(config, tmp_path).nbytes > dataset.num_bytes
     assert figures.data_samples(dataset).axes
 
 

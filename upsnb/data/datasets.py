@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from upsnb.data.spec import DatasetSpec
 from upsnb.errors import DataError
 
 Progress = Callable[[str], None]
+PROGRESS_S = 5.0  # between two reports of how much is generated
 STATISTICS_SAMPLES = 64  # trajectories read at a time for mean and variance
 
 
@@ -145,7 +147,15 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
                 "num_times or num_samples of its `generate`"
             )
     log(f"generating {path.name}")
-    generate(family, path, made.num_samples, made.parameters, made.resolution, made.num_times, made.seed)
+    told_s = time.monotonic()
+
+    def tell(done: int, of: int) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= PROGRESS_S:
+            told_s = time.monotonic()
+            log(f"generating {path.name}: {done} of {of} samples")
+
+    generate(family, path, made.num_samples, made.parameters, made.resolution, made.num_times, made.seed, tell)
 
 
 def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> None:
