@@ -69,6 +69,8 @@ def test_a_family_trains_and_its_report_says_what_each_channel_reached(
     several = [f"{name}: {channel}" for channel in family.channels] if len(family.channels) > 1 else []
     assert told == [name, *several]
     figure = figures.RunFigures.of(run).prediction(name)
+    if family.num_dims > 1:
+        assert figure.axes[0].get_xlim() == pytest.approx(family.domain[0])
     assert ("middle of z" in " ".join(figure.get_suptitle().split())) == (family.num_dims == 3)
 
 

@@ -101,8 +101,9 @@ class RunFigures:
         told = ", ".join(f"{value:.2g} ({pick})" for pick, value in zip(picks, nrmse))
         what += SLICE * (truth.ndim == 5)
         title = f"{what}, of {self.results[name]['num_samples']} samples: an nRMSE of {told}"
+        extent = family.domain[0] + family.domain[1]
         return plots.prediction_truth_error_2d(
-            samples, quantity=quantity, input_quantity=family.input_channels[0], title=title
+            samples, quantity=quantity, input_quantity=family.input_channels[0], extent=extent, title=title
         )
 
     @once
@@ -284,8 +285,9 @@ def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:
     title, quantity = f"{dataset.name}, a test sample: an nRMSE of {', '.join(errors)}", family.output_channels[0]
     if dataset.spec.num_dims > 1:
         title += SLICE * (dataset.spec.num_dims == 3)
+        extent = family.domain[0] + family.domain[1]
         return plots.prediction_truth_error_2d(
-            rows, quantity=quantity, input_quantity=family.input_channels[0], title=title
+            rows, quantity=quantity, input_quantity=family.input_channels[0], extent=extent, title=title
         )
     (length,), (low, high) = grid, family.domain[0]
     x = low + (high - low) * (np.arange(length) + 0.5) / length

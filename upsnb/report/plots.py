@@ -125,14 +125,19 @@ def prediction_truth_error_1d(
 
 @styled
 def prediction_truth_error_2d(
-    samples: Sequence[FieldSample], *, quantity: str = "u", input_quantity: str = "input", title: str = ""
+    samples: Sequence[FieldSample],
+    *,
+    quantity: str = "u",
+    input_quantity: str = "input",
+    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
+    title: str = "",
 ) -> Figure:
     """One row a sample: input, truth, prediction, error. Truth and prediction of a row share the truth's colour range.
 
     Args:
         samples: e.g. best, median and worst of the test split; the input column is left out if none has one.
+        extent: ends of x and of y.
     """
-    extent = (0.0, 1.0, 0.0, 1.0)
     given = [np.ravel(sample.inputs) for sample in samples if sample.inputs is not None]
     input_norm = value_range(np.concatenate(given)) if given else None
     columns = ["input"] * bool(given) + ["truth", "prediction", "error"]
