@@ -32,17 +32,17 @@ def etdrk4(linear: np.ndarray, step: float, nonlinear: Callable) -> Callable:
     Args:
         linear: real eigenvalues [per unit time], broadcastable to the modes.
     """
-    z = step * linear[..., None] + CIRCLE
-    exp = np.exp(z)
-
-    def mean(values):
-        return step * values.mean(axis=-1).real
-
     whole, half = np.exp(step * linear), np.exp(step * linear / 2)
-    inner = mean((np.exp(z / 2) - 1) / z)
-    first = mean((-4 - z + exp * (4 - 3 * z + z**2)) / z**3)
-    middle = 2 * mean((2 + z + exp * (z - 2)) / z**3)
-    last = mean((-4 - 3 * z - z**2 + exp * (4 - z)) / z**3)
+    inner, first, middle, last = (np.zeros(np.shape(linear)) for _ in range(4))
+    for point in CIRCLE:  # one by one: all at once they take 32 times the memory
+        z = step * linear + point
+        exp_half, square = np.exp(z / 2), z * z
+        exp, weight = exp_half * exp_half, step / len(CIRCLE)
+        per_cube = weight / (z * square)
+        inner += weight * ((exp_half - 1) / z).real
+        first += (per_cube * (-4 - z + exp * (4 - 3 * z + square))).real
+        middle += 2 * (per_cube * (2 + z + exp * (z - 2))).real
+        last += (per_cube * (-4 - 3 * z - square + exp * (4 - z))).real
 
     def advance(modes):
         slope = nonlinear(modes)
