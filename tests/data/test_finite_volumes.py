@@ -58,6 +58,16 @@ def test_burgers_error_falls_with_the_square_of_the_cells():
     assert 3.4 < errors[0] / errors[1] < 4.6
 
 
+def test_generated_burgers_flow_is_that_of_four_times_finer_cells():
+    times = np.array([0, 0.2, 0.4])
+    coarse, fine = (
+        np.stack([sample["u"] for sample in finite_volumes.solve_burgers(0, range(1), {"Nu": 0.01}, points, times)])
+        for points in (128, 512)
+    )
+    fine = fine.reshape(1, 3, 128, 4).mean(axis=3)
+    assert (np.abs(coarse - fine).mean(axis=2) < 1e-3 * np.abs(fine).mean(axis=2)).all()
+
+
 def test_a_shock_moves_at_the_mean_of_its_sides():
     u = burgers(np.where(_centres(200) < 0.3, 1.0, 0.0)[None], 0.0, np.array([0, 0.5]))[0, -1]
     exact = np.where(
