@@ -137,3 +137,18 @@ def test_float64_files_read_as_float32_ones(broken):
 def test_each_group_has_its_own_parameters(broken):
     source = open_source("diffreact2d", broken("diffreact2d", lambda h: config(h, "Du: 0.001", "DU: 0.25")))
     np.testing.assert_allclose(source.parameters[:, 0], [0.001, 0.25, 0.001])
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"), [("periodic", None), ("trans", "open ends, and this family is periodic -> take")]
+)
+def test_a_gas_that_may_leave_its_box_is_refused_and_viscosities_come_from_the_name(tmp_path, ends, said):
+    path = tmp_path / f"1D_CFD_Rand_Eta1.e-8_Zeta0.1_{ends}_Train.hdf5"
+    generate(_random(FAMILIES["cfd1d"]), path, 2, resolution=8, num_times=4)
+    with h5py.File(path, "r+") as handle:
+        handle.attrs.pop("eta"), handle.attrs.pop("zeta")
+    if said:
+        with pytest.raises(DataError, match=said):
+            open_source("cfd1d", path)
+    else:
+        np.testing.assert_allclose(open_source("cfd1d", path).parameters[0], [1e-8, 0.1])
