@@ -19,14 +19,14 @@ import torch
 from keep import save
 
 from upsnb.data.families import FAMILIES
-from upsnb.data.finite_volumes import burgers, compressible
 from upsnb.data.generate import generate
-from upsnb.data.projection import carried_dye, centred
-from upsnb.data.sorption import diffusion_sorption
 from upsnb.data.source import Source, open_source
-from upsnb.data.spectral import fitzhugh_nagumo, reaction_diffusion
 from upsnb.report import style
 from upsnb.report.style import FIELD_COLOURS, draw_image, empty_figure, label, legend, styled, value_range
+from upsnb.solvers.finite_volumes import burgers, compressible
+from upsnb.solvers.projection import carried_dye, centred
+from upsnb.solvers.sorption import diffusion_sorption
+from upsnb.solvers.spectral import fitzhugh_nagumo, reaction_diffusion
 from upsnb.training.metrics import energy_spectrum
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_files import SMALL_FILES
 
 from upsnb import overlays
 from upsnb.config import LatentConfig, OperatorConfig, RunConfig
@@ -89,6 +90,14 @@ def slow_reading(monkeypatch, clock):
 def cache() -> dict:
     """What the tests of a file share."""
     return {}
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """Folder of small real PDEBench files beside the repository; not part of it."""
+    if not SMALL_FILES.is_dir():
+        pytest.skip("needs the small PDEBench files in ../shared/data/pdebench-small, beside the repository")
+    return SMALL_FILES
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,10 @@ ROLLBACKS = sorted((ROOT / "params/rollback").glob("*.yaml"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
-ROOMS = ("worker", "compare", "profile", "memory", "widgets", "report", "training", "runs", "models", "data", "")
+ROOMS = (
+    *("worker", "compare", "profile", "memory", "widgets", "report"),
+    *("training", "runs", "models", "data", "solvers", ""),
+)
 ROOFS = {"__main__", "commands"}  # of the whole house: may enter every room
 STAIRS = {  # the only imports upwards, each inside a function, and why
     ("config", "data.families"): "a config is checked against the table of families",

@@ -1,17 +1,9 @@
-"""Where the small real PDEBench files are."""
+"""Small real PDEBench files, one after the other."""
 
 from pathlib import Path
 
 import pytest
-from real_files import REAL_FILES, SMALL_FILES
-
-
-@pytest.fixture
-def shared_data() -> Path:
-    """Folder of small real PDEBench files beside the repository; not part of it."""
-    if not SMALL_FILES.is_dir():
-        pytest.skip("needs the small PDEBench files in ../shared/data/pdebench-small, beside the repository")
-    return SMALL_FILES
+from real_files import REAL_FILES
 
 
 @pytest.fixture(params=REAL_FILES)

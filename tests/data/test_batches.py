@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from upsnb import hardware
-from upsnb.data import batches, datasets, generate, symmetries
+from upsnb.data import batches, datasets, symmetries
 from upsnb.data.batches import Batch, Loader, Schedule
 from upsnb.data.datasets import generated_path, open_dataset
 from upsnb.data.families import FAMILIES
 from upsnb.errors import DataError
+from upsnb.solvers import darcy, waves
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
@@ -234,9 +235,9 @@ def augmented(family, inputs, targets, seed=3):
 
 def test_an_augmented_wave_is_still_a_solution():
     beta, times = 0.4, np.arange(6) * 0.05
-    waves = generate.draw_waves(0, np.arange(12))
+    drawn = waves.draw_waves(0, np.arange(12))
     x = (np.arange(64) + 0.5) / 64
-    fields = torch.from_numpy(generate.advection_solution(waves, beta, x, times)).float()[:, :, None]
+    fields = torch.from_numpy(waves.advection_solution(drawn, beta, x, times)).float()[:, :, None]
     batch = augmented("advection1d", fields[:, :2], fields[:, 2:])
     together = torch.cat((batch.inputs, batch.targets), dim=1)
     assert not torch.equal(together, fields)
@@ -249,9 +250,9 @@ def test_an_augmented_wave_is_still_a_solution():
 
 
 def test_an_augmented_wave_moves_as_the_equation_says():
-    waves = generate.draw_waves(1, np.arange(4))
+    drawn = waves.draw_waves(1, np.arange(4))
     x, times = (np.arange(64) + 0.5) / 64, np.arange(3) / 16  # beta 0.5: two cells a frame
-    fields = torch.from_numpy(generate.advection_solution(waves, 0.5, x, times)).float()[:, :, None]
+    fields = torch.from_numpy(waves.advection_solution(drawn, 0.5, x, times)).float()[:, :, None]
     batch = augmented("advection1d", fields[:, :1], fields[:, 1:])
     for frame in range(2):
         moved = batch.inputs[:, 0].roll(2 * (frame + 1), -1)
@@ -259,11 +260,11 @@ def test_an_augmented_wave_moves_as_the_equation_says():
 
 
 def test_the_pressure_of_a_transformed_medium_is_the_transformed_pressure():
-    nu = np.stack([generate.draw_permeability(2, sample, 12) for sample in range(8)])
-    pressure = np.stack([generate.solve_darcy(field, 1.0) for field in nu])
+    nu = np.stack([darcy.draw_permeability(2, sample, 12) for sample in range(8)])
+    pressure = np.stack([darcy.solve_darcy(field, 1.0) for field in nu])
     fields = [torch.from_numpy(x)[:, None, None] for x in (nu, pressure)]
     images = [symmetries.turn(FAMILIES["darcy2d"], x, ("any",), np.arange(8)) for x in fields]
-    solved = np.stack([generate.solve_darcy(image.numpy()[0, 0], 1.0) for image in images[0]])
+    solved = np.stack([darcy.solve_darcy(image.numpy()[0, 0], 1.0) for image in images[0]])
     np.testing.assert_allclose(images[1][:, 0, 0].numpy(), solved, rtol=1e-9)
 
 

@@ -9,16 +9,11 @@ import pytest
 import scipy.ndimage
 
 from upsnb.data.families import FAMILIES
-from upsnb.data.generate import (
-    advection_solution,
-    draw_permeability,
-    draw_waves,
-    generate,
-    initial_state,
-    solve_darcy,
-)
+from upsnb.data.generate import generate
 from upsnb.data.source import open_source
 from upsnb.errors import DataError
+from upsnb.solvers.darcy import draw_permeability, solve_darcy
+from upsnb.solvers.waves import advection_solution, draw_waves, initial_state
 
 SMALL = {"advection1d": (32, 6), "darcy2d": (16, 2)}  # points, frames
 both = pytest.mark.parametrize("name", SMALL)

@@ -8,12 +8,12 @@ import torch
 
 from upsnb import overlays
 from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig
-from upsnb.data.generate import solve_darcy
 from upsnb.errors import ConfigError, DataError
 from upsnb.models.geometry import grid_points
 from upsnb.models.surrogate import count_parameters
 from upsnb.models.transformer import Block, Operator
 from upsnb.models.ups import UPS, wall_factor
+from upsnb.solvers.darcy import solve_darcy
 from upsnb.training import optimizers
 from upsnb.training.compiling import set_compile
 

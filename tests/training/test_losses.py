@@ -8,9 +8,9 @@ import torch
 
 from upsnb.config import QuerySamplingConfig, TrainingConfig
 from upsnb.data.batches import Batch
-from upsnb.data.generate import draw_permeability, solve_darcy
 from upsnb.models.geometry import grid_points
 from upsnb.rules import LOSS_TERMS
+from upsnb.solvers.darcy import draw_permeability, solve_darcy
 from upsnb.training import losses, metrics
 from upsnb.training.losses import (
     FieldObjective,

@@ -5,17 +5,18 @@ from functools import partial
 import h5py
 import numpy as np
 
-from upsnb.data.finite_volumes import solve_burgers, solve_dams, solve_gas
-from upsnb.data.generate import solve_advection, solve_darcy, steady_darcy
 from upsnb.data.layouts import BLOCK_BYTES, Family, Header
-from upsnb.data.projection import solve_incompressible_flow
-from upsnb.data.sorption import solve_diffusion_sorption
-from upsnb.data.spectral import (
+from upsnb.solvers.darcy import solve_darcy, steady_darcy
+from upsnb.solvers.finite_volumes import solve_burgers, solve_dams, solve_gas
+from upsnb.solvers.projection import solve_incompressible_flow
+from upsnb.solvers.sorption import solve_diffusion_sorption
+from upsnb.solvers.spectral import (
     solve_fitzhugh_nagumo,
     solve_kolmogorov_flow,
     solve_kuramoto_sivashinsky,
     solve_reaction_diffusion,
 )
+from upsnb.solvers.waves import solve_advection
 
 MOST_MISFIT = 0.25  # of a frame, relative, that a speed leaves which explains it
 

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from upsnb.errors import DataError, shown
+from upsnb.solvers.waves import Sample
 
 AXES = ("x", "y", "z")
 BLOCK_BYTES = 32 * 2**20  # raw bytes read at a time: official files are 7.7 GiB, machines are not
@@ -22,7 +23,6 @@ DEFLATED = 1100  # largest factor that HDF5's own filters shrink by; deflate's i
 PARAMETERS = "beta|nu|rho|eta|zeta|m"  # that PDEBench's file names and attributes give
 
 
-Sample = dict[str, np.ndarray]  # channel -> (T, *grid) float64, (*grid) where it does not change in time
 # (seed, samples, parameters, resolution, times) -> one Sample each, in order; a seed's sample i is always the same
 Solver = Callable[[int, range, dict[str, float], int, np.ndarray], Iterator[Sample]]
 

@@ -8,10 +8,11 @@ import pytest
 import scipy.optimize
 import torch
 
-from upsnb.data import finite_volumes, symmetries
+from upsnb.data import symmetries
 from upsnb.data.families import FAMILIES
-from upsnb.data.finite_volumes import GAMMA, burgers, compressible, draw_dam, draw_gas, shallow_water
 from upsnb.errors import DataError
+from upsnb.solvers import finite_volumes
+from upsnb.solvers.finite_volumes import GAMMA, burgers, compressible, draw_dam, draw_gas, shallow_water
 
 
 def _centres(points: int, low: float = 0.0, high: float = 1.0) -> np.ndarray:

@@ -4,8 +4,8 @@ import h5py
 import numpy as np
 import pytest
 
-from upsnb.data.projection import _pairs, carried_dye, centred, divergence, projection, random_field
-from upsnb.data.projection import solve_incompressible_flow as solve
+from upsnb.solvers.projection import _pairs, carried_dye, centred, divergence, projection, random_field
+from upsnb.solvers.projection import solve_incompressible_flow as solve
 
 TIMES = np.array([0, 0.25, 0.5])
 

@@ -8,9 +8,10 @@ import scipy.integrate
 import scipy.linalg
 import torch
 
-from upsnb.data import spectral, symmetries
+from upsnb.data import symmetries
 from upsnb.data.families import FAMILIES
-from upsnb.data.spectral import (
+from upsnb.solvers import spectral
+from upsnb.solvers.spectral import (
     fitzhugh_nagumo,
     kolmogorov_flow,
     kuramoto_sivashinsky,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from upsnb.data.spectral import resample_square
+from upsnb.solvers.spectral import resample_square
 
 GRID = 16  # points on which random fields are drawn: the shortest of their waves fit on it
 COURANT = 0.4  # cells that velocity crosses in a step; 0.5 keeps the dye within its bounds

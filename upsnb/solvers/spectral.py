@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from upsnb.data.generate import draw_waves, initial_state
+from upsnb.solvers.waves import draw_waves, initial_state
 
 BLOCK_VALUES = 2**22  # of frames that are in memory at once, 32 MiB
 CIRCLE = np.exp(1j * np.pi * (np.arange(32) + 0.5) / 32)  # upper half: the operators are real, the lower is its mirror

@@ -5,7 +5,7 @@ import numpy as np
 import scipy.special
 import yaml
 
-from upsnb.data.sorption import DRAWN, diffusion_sorption, retardation, solve_diffusion_sorption
+from upsnb.solvers.sorption import DRAWN, diffusion_sorption, retardation, solve_diffusion_sorption
 
 SOIL = {"D": 5e-4, "por": 0.29, "rho_s": 2880.0, "k_f": 3.5e-4, "n_f": 0.874}
 TIMES = np.linspace(0, 500, 11)

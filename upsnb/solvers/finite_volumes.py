@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from upsnb.data.generate import WINDOW_START, draw_waves, initial_state, window
-from upsnb.data.layouts import Sample
 from upsnb.errors import DataError
+from upsnb.solvers.waves import WINDOW_START, Sample, draw_waves, initial_state, window
 
 GAMMA = 5 / 3  # ratio of specific heats, of a gas of single atoms
 GRAVITY = 1.0
