@@ -107,7 +107,7 @@ PHASES = (
     Phase(
         1,
         "compile",
-        "Fuse the operations of each block into generated kernels.",
+        "Fuse the operations of the model into generated kernels.",
         on={"training.compile": True},
         off={"training.compile": False},
         expected=Expected(1.36, 1.36),

@@ -136,9 +136,10 @@ class Bare(surrogate.Surrogate):
 def test_a_model_without_blocks_is_refused_the_phases_that_need_them(tiny_setup):
     overlay = {"model.build": f"{__name__}:Bare_of", "optimizer.name": "adamw"}
     made = tiny_setup(**overlay)
-    for name in ("compile", "activation_checkpointing"):
-        with pytest.raises(ConfigError, match="names no blocks"):
-            made.update(overlays.apply(made.config, phases.BY_NAME[name].on))
+    with pytest.raises(ConfigError, match="names no blocks"):
+        made.update(overlays.apply(made.config, phases.BY_NAME["activation_checkpointing"].on))
+    sharded = overlays.apply(made.config, {"training.compile": True, "training.use_fsdp2": True})
+    assert ["names no blocks() to compile" in problem for problem in made.model.problems(sharded)] == [True]
     step(made)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from upsnb import overlays
-from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig
+from upsnb.config import LatentConfig, OperatorConfig, PdetConfig, RunConfig, TrainingConfig
 from upsnb.errors import ConfigError, DataError
 from upsnb.models.geometry import grid_points
 from upsnb.models.surrogate import count_parameters
@@ -229,7 +229,8 @@ def test_a_grid_without_an_even_patch_says_what_to_do(make_spec, grid, tokens):
 def test_weights_keep_their_names_under_compile(tiny_setup):
     plain = tiny_setup()
     names = set(plain.model.state_dict())
-    set_compile(plain.model, "default")
+    for sharded in (False, True):  # as a whole, and in parts
+        set_compile(plain.objective, TrainingConfig(compile=True, use_fsdp2=sharded))
     assert set(plain.model.state_dict()) == names
     assert not any(part in name for name in names for part in ("module.", "_orig_mod."))
 

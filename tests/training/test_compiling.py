@@ -1,26 +1,34 @@
-"""Compiled parts: how many graphs there are, when one is made anew, and what is kept on disk."""
+"""Compiled steps: how many graphs there are, what is left outside, when one is made anew, and what is kept on disk."""
 
 import contextlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from upsnb import overlays
+from upsnb.config import TrainingConfig
 from upsnb.models.transformer import Block
+from upsnb.rules import INVERSE_TERMS, LOSS_TERMS
 from upsnb.runs import runfolder
 from upsnb.runs.supervisor import Supervisor
 from upsnb.training import compiling
 from upsnb.training.compiling import CompileCounter, keep_graphs
+from upsnb.training.losses import active_terms
 from upsnb.training.timing import StepClock
 
-KINDS = 3  # block, encoder, decoder
 DATASETS = 2
-DIFFERENT = {"data.datasets.advection.tokens": 8}  # else both datasets have 16 tokens and share the blocks' graph
+AS_A_WHOLE = compiling.as_a_whole
+GRAPH = "compiled graph"
+INVERSE = {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +36,14 @@ def traced_only(monkeypatch):
     """The compiler's tracing half, which makes graphs and guards, without generating kernels: seconds, not minutes."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(compiling, "as_a_whole", lambda objective, training: True)  # on a CPU, too
     yield
     torch._dynamo.reset()
 
 
 @pytest.fixture
 def setup(tiny_setup):
-    return tiny_setup(**{"training.compile": True, **DIFFERENT})
+    return tiny_setup(**{"training.compile": True, "operator.pdet.depth": 1})
 
 
 def change(setup, **overlay) -> None:
@@ -48,14 +57,100 @@ def turn(setup, steps: int = DATASETS, first: int = 0) -> None:
         setup.step([next(epoch)], first + step, first + step)
 
 
-def test_each_dataset_and_kind_of_part_is_one_graph_without_breaks(setup):
+def test_a_step_of_each_dataset_is_one_graph_without_breaks(setup):
     counter = CompileCounter()
     turn(setup)
     found = counter.read()
-    assert (found.graphs, found.graph_breaks) == (KINDS * DATASETS, 0)
+    assert (found.graphs, found.graph_breaks) == (DATASETS, 0)
     # The same code for another dataset; for the first too where an earlier test compiled it, which torch remembers.
-    assert KINDS * (DATASETS - 1) <= found.recompiles <= KINDS * DATASETS
+    assert DATASETS - 1 <= found.recompiles <= DATASETS
     assert found.duration_s > 0
+
+
+def test_inverse_losses_now_and_then_are_one_more_graph_and_leave_the_others_as_they_are(tiny_setup):
+    rare = {"training.inverse_loss_frequency": 2, "training.loss_warmup_steps": {"relative": 100}, **INVERSE}
+    setup, counter = tiny_setup(**{"training.compile": True, **rare}), CompileCounter()
+    turn(setup, steps=4)  # two of each dataset, the first with inverse losses
+    assert counter.read().graphs == 2 * DATASETS
+    turn(setup, steps=4, first=4)  # other weights
+    assert not counter.read()
+
+
+def launched(events) -> Counter:
+    """Operations that compute, by name, of a profile: those outside of compiled graphs, and the graphs as one each."""
+    found, waiting = Counter(), [event for event in events if event.cpu_parent is None]
+    while waiting:
+        event = waiting.pop()
+        inner = [child for child in event.cpu_children if event.name != GRAPH]
+        if event.name == GRAPH or (event.name.startswith("aten::") and not inner and not is_view(event.name)):
+            found[event.name] += 1
+        waiting += inner
+    return found
+
+
+def is_view(name: str) -> bool:
+    """Whether an operation returns its argument's own memory, or memory alone."""
+    operator = getattr(torch.ops.aten, name.removeprefix("aten::"))
+    returns = getattr(operator, operator.overloads()[0])._schema.returns
+    return "empty" in name or any(value.alias_info and not value.alias_info.is_write for value in returns)
+
+
+def test_at_reference_width_a_microbatch_launches_a_third_of_what_it_did(tiny_setup, monkeypatch):
+    """Outside of graphs were 281 launches: physical units, query points and the decoder at them, losses, condition.
+
+    Inside of them are the same operations as before, fused further; the first block stands for all.
+    """
+
+    def compiled(graph, inputs):
+        def run(*inputs):
+            with record_function(GRAPH):
+                return graph(*inputs)
+
+        return make_boxed_func(run)
+
+    monkeypatch.setattr(compiling, "BACKEND", aot_autograd(fw_compiler=compiled, bw_compiler=compiled))
+    width = {"latent.dim": 384, "operator.pdet": {"hidden_dim": 384, "num_heads": 8, "depth": 1}}
+    draws = {"training.query_sampling.num_queries": 20, "training.noise": 0.01}
+    amp = {"training.amp": True, "training.amp_dtype": "bfloat16", "training.compile": True, "training.batch_size": 2}
+    setup = tiny_setup(("advection",), **width, **draws, **amp, **INVERSE)
+    (batch,), weights = setup.loader.peek(), active_terms(setup.config.training, 0, 0)
+    for context in (contextlib.nullcontext(), profile(activities=[ProfilerActivity.CPU])):  # the first one traces
+        setup.model.zero_grad()
+        with context as taken:
+            setup.loss(batch, weights, torch.bfloat16)[0].backward()
+    found = launched(taken.events())
+    assert found[GRAPH] == 4 and found.total() <= 281 / 3, found  # fields and inverse terms, forward and backward
+
+
+def test_graphs_of_whole_steps_compute_what_eager_code_does(tiny_setup, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    setup, found = tiny_setup(("advection",), **INVERSE, **{"training.noise": 0.01, "operator.pdet.depth": 1}), []
+    weights = active_terms(setup.config.training, 0, 0)
+    for on in (False, True):
+        change(setup, **{"training.compile": on})
+        setup.generator.manual_seed(0)
+        setup.model.zero_grad()
+        total, values = setup.loss(setup.loader.peek()[0], weights, None)
+        total.backward()
+        gradients = {name: p.grad for name, p in setup.model.named_parameters() if p.grad is not None}
+        found.append((total.detach(), values, gradients))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
+def test_on_a_cpu_and_under_fsdp2_parts_are_compiled_instead_each_kind_once_a_dataset(setup, monkeypatch):
+    for chosen in (AS_A_WHOLE, lambda objective, training: True, AS_A_WHOLE):
+        monkeypatch.setattr(compiling, "as_a_whole", chosen)
+        compiling.set_compile(setup.objective, setup.config.training)
+        whole = chosen is not AS_A_WHOLE
+        assert all(bool(part._compiled_call_impl) != whole for part in setup.model.compiled())
+        assert [name in vars(setup.objective) for name in setup.objective.GRAPHS] == [whole] * 2
+    counter = CompileCounter()
+    turn(setup)
+    assert counter.read().graphs == len(("block", "encoder", "decoder")) * DATASETS - 1  # of blocks of as many tokens
+    parameter = SimpleNamespace(device=torch.device("cuda"))
+    on_cuda = SimpleNamespace(parameters=lambda: iter([parameter]), GRAPHS=setup.objective.GRAPHS)
+    for sharded in (False, True):
+        assert AS_A_WHOLE(on_cuda, TrainingConfig(compile=True, use_fsdp2=sharded)) != sharded
 
 
 def test_twenty_steps_of_alternating_datasets_compile_nothing_again(setup):
@@ -74,7 +169,7 @@ def test_another_batch_size_makes_each_graph_once_more_and_the_old_one_none(setu
     change(setup, **{"training.batch_size": 4})
     turn(setup)
     found = counter.read()
-    assert found.graphs == found.recompiles == KINDS * DATASETS
+    assert found.graphs == found.recompiles == DATASETS
     change(setup, **{"training.batch_size": 8})
     turn(setup)
     assert not counter.read()
@@ -86,9 +181,7 @@ def test_switched_off_nothing_compiled_runs_and_switched_on_nothing_is_compiled_
     change(setup, **{"training.compile": False})
     with torch.compiler.set_stance("fail_on_recompile"):
         turn(setup)
-    assert not any(part._compiled_call_impl for part in setup.model.compiled())
     change(setup, **{"training.compile": True})
-    assert all(part._compiled_call_impl for part in setup.model.compiled())
     turn(setup)
     assert not counter.read() and torch._dynamo.utils.counters["frames"] == frames
 
@@ -103,16 +196,19 @@ def test_switched_off_nothing_compiled_runs_and_switched_on_nothing_is_compiled_
         {"training.amp": True, "training.amp_dtype": "bfloat16"},
         {"operator.pdet.drop_path": 0.2},
         {"operator.encoder": "perceiver", "operator.decoder": "cross_attention"},
+        {"training.query_sampling.num_queries": 8, "training.noise": 0.1, "training.lambda_spectral": 0.1},
+        {f"training.lambda_{term}": 0.1 for term in LOSS_TERMS if term not in INVERSE_TERMS},
+        {"operator.rollout": "latent"},
+        {"model.build": "upsnb.models.fno:build", "optimizer.name": "adamw"},
     ],
-    ids=str,
+    ids=lambda overlay: " ".join(overlay),
 )
 def test_no_setting_breaks_a_graph(tiny_setup, overlay):
-    setup = tiny_setup(**{"training.compile": True, **DIFFERENT, **overlay})
+    setup = tiny_setup(**{"training.compile": True, **overlay})
     counter = CompileCounter()
     turn(setup)
     found = counter.read()
-    kinds = KINDS + ("operator.pdet.drop_path" in overlay)  # its first block drops nothing
-    assert (found.graphs, found.graph_breaks) == (kinds * DATASETS, 0)
+    assert (found.graphs, found.graph_breaks) == (DATASETS, 0)
 
 
 def test_a_graph_break_is_counted(setup):
@@ -178,7 +274,7 @@ def test_more_flips_than_torch_keeps_graphs_for_are_all_compiled(setup):
     for size in sizes:
         change(setup, **{"training.batch_size": size})
         turn(setup)
-    assert counter.read().graphs == KINDS * DATASETS * len(sizes)
+    assert counter.read().graphs == DATASETS * len(sizes)
 
 
 def test_too_many_graphs_are_an_error_and_no_silent_return_to_eager(setup, monkeypatch):
@@ -194,12 +290,12 @@ def test_a_step_leaves_the_compiler_s_settings_as_it_found_them(setup):
 
 
 def test_compilations_of_a_run_are_events(tiny_config, train_here, tmp_path):
-    config = tiny_config(**{"training.compile": True, "evaluation.rollout": False, **DIFFERENT})
+    config = tiny_config(**{"training.compile": True, "evaluation.rollout": False})
     events = train_here(config, tmp_path / "run")
     compiled = [event for event in events if event["kind"] == "compile"]
     assert [event["step"] for event in compiled] == [1, 2]
-    assert sum(event["graphs"] for event in compiled) == KINDS * DATASETS
-    assert sum(event["recompiles"] for event in compiled) == KINDS
+    assert sum(event["graphs"] for event in compiled) == DATASETS
+    assert sum(event["recompiles"] for event in compiled) == DATASETS - 1
     steps = {event["step"]: event for event in events if event["kind"] == "step"}
     for event in compiled:
         assert event.keys() >= {"graph_breaks", "cache_hits"} and event["graph_breaks"] == 0
@@ -220,11 +316,13 @@ def test_workers_keep_kernels_beside_the_runs_unless_told_where(tiny_config, tmp
 
 ONE_PART = """
 import types, torch
+from upsnb.config import TrainingConfig
 from upsnb.training import compiling
 from upsnb.training.compiling import CompileCounter
 from upsnb.models.transformer import Mlp
 mlp = Mlp(8, 8)  # code of torch's own modules is never compiled in place
-compiling.set_compile(types.SimpleNamespace(compiled=lambda: [mlp]), "default")
+model = types.SimpleNamespace(compiled=lambda: [mlp])
+compiling.set_compile(types.SimpleNamespace(GRAPHS=(), model=model), TrainingConfig(compile=True))
 counter = CompileCounter()
 with torch.no_grad(), compiling.keep_graphs():
     mlp(torch.ones(4, 8))

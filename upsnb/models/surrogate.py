@@ -77,7 +77,7 @@ class Surrogate(nn.Module, ABC):
         return (1,) * self.specs[name].num_dims
 
     def blocks(self) -> list[nn.Module]:
-        """Repeated modules, each called as a whole: compiled, recomputed, sharded one by one, matrices given to Muon.
+        """Repeated modules, each called as a whole: recomputed, sharded one by one, matrices given to Muon.
 
         May be written; where there are none, phases that need them are refused.
         """
@@ -88,7 +88,7 @@ class Surrogate(nn.Module, ABC):
         return {}
 
     def compiled(self) -> list[nn.Module]:
-        """Modules that are compiled in place, each called as a whole. May be written; by default the blocks."""
+        """Modules that are compiled one by one where they are sharded, each called as a whole. May be written."""
         return self.blocks()
 
     # -- physical units -----------------------------------------------------------------------------------------------
@@ -177,8 +177,10 @@ class Surrogate(nn.Module, ABC):
             type(self).__name__.removeprefix("FSDP"),
         )
         sampling, sentences = training.query_sampling, []
-        if training.compile and not self.compiled():
-            sentences.append(f"training.compile: {called} names no blocks() to compile -> set it to false")
+        if training.compile and training.use_fsdp2 and not self.compiled():
+            sentences.append(
+                f"training.compile: {called} names no blocks() to compile and is sharded -> set it to false"
+            )
         if pdet.use_activation_checkpoint and not blocks:
             sentences.append(
                 f"operator.pdet.use_activation_checkpoint: {called} names no blocks() to recompute -> set it to false"

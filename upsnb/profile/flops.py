@@ -6,7 +6,6 @@ not. One multiplication with its addition is two operations.
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -14,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from upsnb import overlays
-from upsnb.config import RunConfig, TrainingConfig
+from upsnb.config import RunConfig
 from upsnb.data.batches import Batch
 from upsnb.data.datasets import Dataset
 from upsnb.training import stages
-from upsnb.training.losses import active_terms
+from upsnb.training.losses import active_terms, turn
 from upsnb.training.timing import elapsed_ms, mark
 
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
@@ -29,11 +28,6 @@ PLAIN = {  # the model's own work: nothing computed twice, attention as its matr
 }
 SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}  # rows of the square matrices tried
 BURST_S = 0.1  # time for one size
-
-
-def turn(training: TrainingConfig) -> int:
-    """After how many microbatches of a dataset the same losses are computed again."""
-    return math.lcm(training.inverse_loss_frequency, *training.loss_frequency.values())
 
 
 def flops_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from upsnb.profile import trace
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.training import parallel
+from upsnb.training.losses import turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.precision import amp_dtype
 from upsnb.training.setup import Setup
@@ -122,7 +123,7 @@ class Profiler:
     def _time(self, step: int) -> None:
         self.config = config = self.setup.config
         num_datasets, accumulated = len(self.setup.datasets), config.training.accum_steps
-        microbatches = counting.turn(config.training) * num_datasets
+        microbatches = turn(config.training) * num_datasets
         cycle = math.lcm(microbatches, accumulated) // accumulated
         self.num_timed, self.num_traced = (-(-least // cycle) * cycle for least in (TIMED_STEPS, TRACED_STEPS))
         self.first_step = self.last_step = step

@@ -6,6 +6,7 @@ relative to the target, or in units of the training split's standard deviation.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -19,7 +20,7 @@ from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS, TIME_TERMS
-from upsnb.spans import FORWARD, INVERSE, span
+from upsnb.spans import INVERSE, span
 
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
 WITHOUT_DECODER = WITHOUT_OPERATOR | {"forward", "latent_norm"}  # need no field out of the advanced latent
@@ -44,6 +45,11 @@ def active_terms(config: TrainingConfig, step: int, microbatch: int) -> dict[str
         if weight > 0 and microbatch % every == 0:
             weights[term] = weight * every
     return weights
+
+
+def turn(training: TrainingConfig) -> int:
+    """After how many microbatches of a dataset the same terms are computed again."""
+    return math.lcm(training.inverse_loss_frequency, *training.loss_frequency.values())
 
 
 def relative_error(prediction: Tensor, target: Tensor) -> Tensor:
@@ -113,6 +119,9 @@ class Objective(nn.Module, ABC):
     """
 
     TERMS: tuple[str, ...] = ()
+    # Methods that are compiled, model and losses as one graph. They draw no noise and read no settings: what they are
+    # given besides tensors chooses the graph. Without any, the model's own parts are compiled.
+    GRAPHS: tuple[str, ...] = ()
 
     def __init__(self, model: Surrogate, config: TrainingConfig):
         super().__init__()
@@ -177,6 +186,10 @@ class Forecast:
         """(B, T, C, *grid), or (B, T, C, Q) at points."""
         return self.model.predict(self.name, self.x, *self.condition, points)
 
+    def known(self, grid_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        """What inverse terms are computed from, beside the field on the grid."""
+        return (self.x, grid_y)
+
     def next(self, x: Tensor) -> Forecast:
         """The call after it, from these input frames."""
         return Forecast(self.model, self.name, x, *self.condition)
@@ -186,28 +199,54 @@ class FieldObjective(Objective):
     """Errors of predicted fields, their physics, and of a second, self-fed call: for any surrogate."""
 
     TERMS = ("relative", "field", "spectral", "rollout", "boundary", "conservation", "positivity")
-    ON_GRID = frozenset({"spectral", "rollout", "inv_dec", "conservation"})  # not at sampled points alone
+    ON_GRID = frozenset({"spectral", "rollout", "conservation"})  # not at sampled points alone
+    GRAPHS = ("direct_terms", "inverse_terms")
     forecast = Forecast
 
     def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
-        name, model = batch.dataset, self.model
-        spec = model.specs[name]
-        active = {term for term in weights if acts(term, spec)}
-        x = model.normalise(name, batch.inputs)
+        name, spec, x = batch.dataset, self.model.specs[batch.dataset], batch.inputs
+        active = [term for term in LOSS_TERMS if term in weights and acts(term, spec)]  # in one order: a graph per set
+        noise, points = None, self._query_points(batch, spec)
         if self.config.noise > 0 and self.training:
-            x = x + self.config.noise * torch.randn(x.shape, generator=self.generator, device=x.device)
-        target = model.normalise(name, batch.targets[:, : spec.output_frames], "output")
-        condition = model.normalise_parameters(name, batch.parameters), model.relative_dt(name, x, spec.dt)
-        forecast = self.forecast(model, name, x, *condition)
-        points, on_grid = self._query_points(batch, spec), active & self.ON_GRID
+            noise = self.config.noise * torch.randn(x.shape, generator=self.generator, device=x.device)
+        inverse = any(getattr(self.config, f"lambda_{term}") > 0 for term in INVERSE_TERMS)
+        terms, known = self.direct_terms(
+            name,
+            tuple(term for term in active if term not in INVERSE_TERMS),
+            inverse,  # of the config, not of this microbatch: one graph for both
+            (x, batch.targets, batch.parameters, noise),
+            points,
+        )
+        if wanted := tuple(term for term in active if term in INVERSE_TERMS):
+            with span(INVERSE):
+                terms |= self.inverse_terms(name, wanted, *known)
+        return terms
 
-        with span(INVERSE if points is not None and on_grid == {"inv_dec"} else FORWARD):  # who asks for it
-            grid_y = forecast.at() if points is None or on_grid else None
-        point_y = None if points is None else forecast.at(points)
-        terms = self._latent_terms(forecast, active, target, grid_y)
+    def direct_terms(
+        self, name: str, active: tuple[str, ...], inverse: bool, fields: tuple, points: Tensor | None
+    ) -> tuple[dict[str, Tensor], tuple]:
+        """One forecast, and all its terms but the inverse ones.
+
+        Args:
+            inverse: whether to return what `inverse_terms` is given.
+            fields: physical inputs, targets and parameters of a microbatch, and noise to add to the normalised inputs.
+            points: (Q, S) unit coordinates that fields are compared at, None for the grid.
+        """
+        model, spec = self.model, self.model.specs[name]
+        inputs, targets, parameters, noise = fields
+        x = model.normalise(name, inputs)
+        if noise is not None:
+            x = x + noise
+        target = model.normalise(name, targets[:, : spec.output_frames], "output")
+        condition = model.normalise_parameters(name, parameters), model.relative_dt(name, x, spec.dt)
+        forecast = self.forecast(model, name, x, *condition)
+        grid_y = forecast.at() if points is None or self.ON_GRID.intersection(active) else None
+        terms = self._latent_terms(forecast, active, target)
         if "rollout" in active:
-            terms["rollout"] = self._second_call(batch, forecast, grid_y)
-        y, y_target = (grid_y, target) if points is None else (point_y, sample_at(target, points, spec.periodic))
+            terms["rollout"] = self._second_call(targets, forecast, grid_y)
+        y, y_target = grid_y, target
+        if points is not None:
+            y, y_target = forecast.at(points), sample_at(target, points, spec.periodic)
         terms |= self._field_terms(name, active, y.float(), y_target)
         if grid_y is not None:
             terms |= self._grid_terms(name, active, x, grid_y.float(), target)
@@ -215,15 +254,17 @@ class FieldObjective(Objective):
             # zero outside, in units of the field's own spread
             at_walls = forecast.at(wall_points(tuple(x.shape[3:]), x.device)).float()
             terms["boundary"] = (at_walls - model.normalised_zero(name, 1)).square().mean()
-        return terms
+        return terms, (forecast.known(grid_y) if inverse else ())
+
+    def inverse_terms(self, name: str, active: tuple[str, ...], *known: Tensor) -> dict[str, Tensor]:
+        """Terms of fields read back out of latents; a model without latents has none."""
+        return {}
 
     def idle(self, batch: Batch) -> Tensor:
         spec = self.model.specs[batch.dataset]
         return self.model(batch.dataset, batch.inputs, batch.parameters, spec.dt).sum()
 
-    def _latent_terms(
-        self, forecast: Forecast, active: set, target: Tensor, grid_y: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _latent_terms(self, forecast: Forecast, active: tuple[str, ...], target: Tensor) -> dict[str, Tensor]:
         """Terms of what the model computes on its way; a model without any has none."""
         return {}
 
@@ -242,7 +283,7 @@ class FieldObjective(Objective):
             points = points + (torch.rand(points.shape, generator=draws) - 0.5) * sampling.jitter / sizes
         return points.to(batch.inputs.device, non_blocking=True)
 
-    def _field_terms(self, name: str, active: set, y: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def _field_terms(self, name: str, active: tuple[str, ...], y: Tensor, target: Tensor) -> dict[str, Tensor]:
         terms = {}
         if "relative" in active:  # in physical units: the mean belongs to the norm
             zero = self.model.normalised_zero(name, y.dim() - 3)
@@ -253,7 +294,9 @@ class FieldObjective(Objective):
             terms["positivity"] = torch.relu(self.model.normalised_zero(name, y.dim() - 3) - y).square().mean()
         return terms
 
-    def _grid_terms(self, name: str, active: set, x: Tensor, y: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def _grid_terms(
+        self, name: str, active: tuple[str, ...], x: Tensor, y: Tensor, target: Tensor
+    ) -> dict[str, Tensor]:
         terms, space = {}, tuple(range(3, y.dim()))
         if "spectral" in active:
             terms["spectral"] = spectral_error(y, target, len(space))
@@ -261,14 +304,13 @@ class FieldObjective(Objective):
             terms["conservation"] = (y.mean(space) - x[:, -1:, : y.shape[2]].mean(space)).square().mean()
         return terms
 
-    def _second_call(self, batch: Batch, forecast: Forecast, y: Tensor) -> Tensor:
+    def _second_call(self, targets: Tensor, forecast: Forecast, y: Tensor) -> Tensor:
         """Relative error of the next forecast, fed by the first one's output."""
-        name, model = batch.dataset, self.model
+        name, model = forecast.name, self.model
         spec = model.specs[name]
         again = forecast.next(model.next_inputs(name, forecast.x, y.float())).at()
-        return relative_error(
-            model.denormalise(name, again.float()), batch.targets[:, spec.output_frames : 2 * spec.output_frames]
-        )
+        following = targets[:, spec.output_frames : 2 * spec.output_frames]
+        return relative_error(model.denormalise(name, again.float()), following)
 
 
 class LatentForecast(Forecast):
@@ -281,6 +323,9 @@ class LatentForecast(Forecast):
 
     def at(self, points: Tensor | None = None) -> Tensor:
         return self.model.reconstruct_or_decode(self.name, self.advanced, self.x, points)
+
+    def known(self, grid_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        return self.x, self.z, self.advanced, grid_y
 
     def next(self, x: Tensor) -> LatentForecast:
         z = self.advanced if self.model.latent_rollout else None
@@ -310,21 +355,25 @@ class UPSObjective(FieldObjective):
             unreached += [part for name, part in parts.items() if name not in reached]
         return unreached
 
-    def _latent_terms(self, forecast: LatentForecast, active: set, target: Tensor, grid_y) -> dict[str, Tensor]:
-        model, terms, name, x = self.model, {}, forecast.name, forecast.x
-        z, advanced = forecast.z, forecast.advanced
+    def inverse_terms(
+        self, name: str, active: tuple[str, ...], x: Tensor, z: Tensor, advanced: Tensor, grid_y: Tensor | None
+    ) -> dict[str, Tensor]:
+        model, terms = self.model, {}
+        if "inv_enc" in active:
+            again = model.reconstruct(name, z, tuple(x.shape[3:]))
+            zero = model.normalised_zero(name, x.dim() - 3, "input")
+            terms["inv_enc"] = relative_error(again.float() - zero, x - zero)
+        if "inv_dec" in active:
+            grid_y = model.reconstruct_or_decode(name, advanced, x) if grid_y is None else grid_y
+            terms["inv_dec"] = latent_error(model.encode(name, model.next_inputs(name, x, grid_y)), advanced)
+        return terms
+
+    def _latent_terms(self, forecast: LatentForecast, active: tuple[str, ...], target: Tensor) -> dict[str, Tensor]:
+        model, terms, z, advanced = self.model, {}, forecast.z, forecast.advanced
         if "forward" in active:
             with torch.no_grad():
-                future = model.encode(name, model.next_inputs(name, x, target))
+                future = model.encode(forecast.name, model.next_inputs(forecast.name, forecast.x, target))
             terms["forward"] = latent_error(advanced, future)
-        if "inv_enc" in active:
-            with span(INVERSE):
-                again = model.reconstruct(name, z, tuple(x.shape[3:]))
-                zero = model.normalised_zero(name, x.dim() - 3, "input")
-                terms["inv_enc"] = relative_error(again.float() - zero, x - zero)
-        if "inv_dec" in active:
-            with span(INVERSE):
-                terms["inv_dec"] = latent_error(model.encode(name, model.next_inputs(name, x, grid_y)), advanced)
         if "latent_norm" in active:
             terms["latent_norm"] = sum(
                 (tokens.float().square().mean((1, 2)) - 1).square().mean() for tokens in (z, advanced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
 from upsnb.training import checkpoint, compiling, optimizers, parallel, precision, stages
-from upsnb.training.losses import Objective, active_terms
+from upsnb.training.losses import Objective, active_terms, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
 
@@ -36,6 +37,8 @@ COMPILED = (  # prefixes of settings that compiled code depends on
     "training.batch_size",
     "training.query_sampling",
     "training.lambda_",
+    "training.loss_frequency",
+    "training.noise",
     "operator.pdet.",
 )
 
@@ -149,7 +152,7 @@ class Setup:
             surrogate.set_checkpointing(self.model.blocks(), new.operator.pdet)
             surrogate.set_attention(self.model.blocks(), new.operator.pdet.attention)
         if touches("training.compile"):
-            compiling.set_compile(self.model, training.compile_mode if training.compile else None)
+            compiling.set_compile(self.objective, training)
         if precision.amp_dtype(new) != precision.amp_dtype(self.config):
             self.scaler = precision.build_scaler(new, ranks.device)
             if training.use_fsdp2:  # the dtype that weights are gathered in is fixed when they are sharded
@@ -226,7 +229,7 @@ class Setup:
             for term, value in values.items():
                 terms.setdefault(term, []).append(value)
                 computed.add((batch.dataset, term))
-        if self.ranks.world_size > 1 or training.use_fsdp2:  # optimizers must not step on zeros
+        if self.ranks.world_size > 1 or training.use_fsdp2 or training.compile:  # optimizers must not step on zeros
             for unreached in self.objective.unreached(computed):
                 unreached.zero_grad(set_to_none=True)
         means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
@@ -279,7 +282,7 @@ class Setup:
     # -- outside of training: nothing is left behind ----------------------------------------------------------------
 
     def try_compile(self) -> None:
-        """Compile what a step of the config needs: one microbatch of each dataset, forward and backward.
+        """Compile what a step of the config needs: a microbatch of each dataset and set of terms, forward and backward.
 
         Compilation is lazy: without this its failure shows in the middle of a step, where ranks cannot agree on what to
         do. Weights, gradients and random states are left as found, and no gradient is averaged over ranks. Does nothing
@@ -303,10 +306,12 @@ class Setup:
             if device.type == "cuda":
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.random.fork_rng([device] if device.type == "cuda" else []), alone, compiling.keep_graphs():
-                for batch in self.loader.peek():
+                training = self.config.training
+                chosen = [active_terms(training, 2**31, number) for number in range(turn(training))]  # past warm-up
+                sets = {tuple(weights): weights for weights in chosen}.values()
+                for batch, weights in itertools.product(self.loader.peek(), sets):
                     for parameter in parameters:
                         parameter.grad = None
-                    weights = active_terms(self.config.training, 2**31, 0)  # all terms, past their warm-up
                     total, _ = self.loss(batch, weights, precision.amp_dtype(self.config))
                     if total.requires_grad:
                         total.backward()
@@ -421,12 +426,12 @@ def idle_settings(setup: Setup) -> list[str]:
 
 def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
     """The module that a step calls: the objective, its model compiled in place, then replicated or sharded."""
-    training, model = config.training, objective.model
-    compiling.set_compile(model, training.compile_mode if training.compile else None)
+    training = config.training
+    compiling.set_compile(objective, training)
     objective.generator = generator
     if training.use_fsdp2:
         objective.touch_any = True
-        return parallel.shard(objective, model.units(), ranks, precision.amp_dtype(config))
+        return parallel.shard(objective, objective.model.units(), ranks, precision.amp_dtype(config))
     return parallel.wrap_ddp(objective, ranks)
 
 
