@@ -122,9 +122,24 @@ def test_at_reference_width_a_microbatch_launches_a_third_of_what_it_did(tiny_se
     assert found[GRAPH] == 4 and found.total() <= 281 / 3, found  # fields and inverse terms, forward and backward
 
 
-def test_graphs_of_whole_steps_compute_what_eager_code_does(tiny_setup, monkeypatch):
+TWICE = {**INVERSE, "training.lambda_forward": 0.1, "training.lambda_rollout": 0.1, "operator.rollout": "latent"}
+FOURIER = {"model": {"build": "upsnb.models.fno:build", "settings": {"width": 8, "modes": 4, "depth": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("advection", {**INVERSE, "training.noise": 0.01}),
+        ("advection", {"operator.pdet.use_activation_checkpoint": True}),
+        ("advection", TWICE),
+        ("darcy", {"training.lambda_spectral": 0.1, "training.query_sampling.num_queries": 20}),
+        ("darcy", {**FOURIER, "optimizer.name": "adamw"}),
+    ],
+    ids=["inverse losses", "recomputed", "two calls", "points", "FNO"],
+)
+def test_graphs_of_whole_steps_compute_what_eager_code_does(tiny_setup, monkeypatch, name, settings):
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
-    setup, found = tiny_setup(("advection",), **INVERSE, **{"training.noise": 0.01, "operator.pdet.depth": 1}), []
+    setup, found = tiny_setup((name,), **{"operator.pdet.depth": 1, **settings}), []
     weights = active_terms(setup.config.training, 0, 0)
     for on in (False, True):
         change(setup, **{"training.compile": on})
@@ -148,9 +163,11 @@ def test_on_a_cpu_and_under_fsdp2_parts_are_compiled_instead_each_kind_once_a_da
     turn(setup)
     assert counter.read().graphs == len(("block", "encoder", "decoder")) * DATASETS - 1  # of blocks of as many tokens
     parameter = SimpleNamespace(device=torch.device("cuda"))
-    on_cuda = SimpleNamespace(parameters=lambda: iter([parameter]), GRAPHS=setup.objective.GRAPHS)
-    for sharded in (False, True):
-        assert AS_A_WHOLE(on_cuda, TrainingConfig(compile=True, use_fsdp2=sharded)) != sharded
+    on_cuda = SimpleNamespace(parameters=lambda: iter([parameter]), GRAPHS=setup.objective.GRAPHS, model=setup.model)
+    for settings, whole in (({}, True), ({"use_fsdp2": True}, False), ({"num_gpus": 2}, False)):
+        assert AS_A_WHOLE(on_cuda, TrainingConfig(compile=True, **settings)) == whole
+    monkeypatch.setattr(setup.model, "compiled", list)
+    assert AS_A_WHOLE(setup.objective, TrainingConfig(compile=True)), "what has no parts"
 
 
 def test_torch_is_told_of_vector_units_that_the_compiler_takes_and_of_no_others(monkeypatch):

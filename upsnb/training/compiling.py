@@ -50,13 +50,16 @@ def set_compile(objective: nn.Module, training: TrainingConfig) -> None:
 
 
 def as_a_whole(objective: nn.Module, training: TrainingConfig) -> bool:
-    """Whether model and losses are compiled together.
+    """Whether model and losses are compiled together, as they are anyway where the model names no parts.
 
     Not on a CPU, which launches cheaply: darcy_5min gains 7 % and compiles 1.8 times as long (docs/LOG.md). Not under
-    FSDP2, which gathers and frees the weights of parts between their calls.
+    FSDP2, which gathers and frees the weights of parts between their calls. Not under DDP, which averages the gradients
+    of one part while those of the next are computed: a single graph hands them all over at its end.
     """
+    if training.use_fsdp2 or not objective.GRAPHS:
+        return False
     is_cuda = next(objective.parameters()).device.type == "cuda"
-    return is_cuda and not training.use_fsdp2 and bool(objective.GRAPHS)
+    return (is_cuda and training.num_gpus == 1) or not objective.model.compiled()
 
 
 def step(function: Callable) -> Callable:
