@@ -229,9 +229,10 @@ def attached_script(folder, then):
     """A process that starts a run which ends with it."""
     settings = {"training": {"device": "cpu", "threads_per_rank": 1}}
     code = f"""
-import time
+import signal, time
 from upsnb import overlays
 from upsnb.runs import handle
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
 run = handle.start(overlays.resolve({settings!r}), {str(folder)!r}, attached=True, worker={str(WORKER)!r})
 {then}
 """
