@@ -30,6 +30,7 @@ ON = {  # params file: the phases that it switches on, by number or as extras
     "memory_reference": set(),
     "pdebench_files": set(),
     "pdebench_full": set(),
+    "eleven": set(),
     "quick": set(),
     "rehearse": set(),
     "smoke": set(),
