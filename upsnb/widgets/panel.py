@@ -195,8 +195,8 @@ class Panel:
             text.style.description_width = "40px"
             text.observe(lambda change: self._annotate(), "value")
         self._axis = widgets.ToggleButtons(
-            options=["step", "time"], description="along", tooltips=["optimizer steps", "seconds of training"],
-            style={"button_width": "70px", "description_width": "40px"}, layout=widgets.Layout(width="auto"),
+            options=["step", "time"], tooltips=["over optimizer steps", "over seconds of training"],
+            style={"button_width": "70px"}, layout=widgets.Layout(width="auto"),
         )  # fmt: skip
         wide = widgets.Layout(width="130px")
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
