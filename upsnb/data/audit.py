@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from upsnb.data.source import Source, first_alike, initial_states, nearest_states
+from upsnb.data.source import Source, first_alike, initial_states, nearest_states, thinned
 
 MOST_SAMPLES = 10_000  # of which initial states are read
 MOST_TESTED = 256  # test samples whose trajectories are read
@@ -64,7 +64,7 @@ def audit(source: Source, splits: Mapping[str, np.ndarray]) -> Audit:
         splits: "train" and "test": sample indices.
     """
     family = source.family
-    train, test = (_thinned(splits[name], most) for name, most in (("train", MOST_SAMPLES), ("test", MOST_TESTED)))
+    train, test = (thinned(splits[name], most) for name, most in (("train", MOST_SAMPLES), ("test", MOST_TESTED)))
     both = initial_states(source, np.concatenate([train, test]))
     known, asked = np.split(both, [len(train)])
     nearest, distance = nearest_states(asked, known)
@@ -90,15 +90,9 @@ def audit(source: Source, splits: Mapping[str, np.ndarray]) -> Audit:
 # -- initial states ------------------------------------------------------------------------------------------------
 
 
-def _thinned(samples: np.ndarray, most: int) -> np.ndarray:
-    """At most so many of them, evenly from all over."""
-    count = min(len(samples), most)
-    return np.asarray(samples)[np.arange(count) * len(samples) // max(count, 1)]
-
-
 def linear_dimensions(states: np.ndarray, most: int = 512) -> int:
     """How many principal components explain EXPLAINED of the variance, of at most so many states."""
-    chosen = _thinned(np.arange(len(states)), most)
+    chosen = thinned(np.arange(len(states)), most)
     centred = states[chosen].astype(np.float64) - states[chosen].mean(axis=0, dtype=np.float64)
     variance = np.linalg.eigvalsh(centred @ centred.T)[::-1].clip(min=0)
     if variance.sum() <= 1e-12 * np.square(states[chosen], dtype=np.float64).sum():
@@ -112,7 +106,7 @@ def intrinsic_dimensions(states: np.ndarray, most: int = 1024) -> float | None:
     E. Facco et al., Sci. Rep. 7, 12140 (2017), by maximum likelihood; of the largest tenth of the ratios only their
     number counts. None of fewer than 10 different states.
     """
-    chosen = states[_thinned(np.arange(len(states)), most)].astype(np.float64)
+    chosen = states[thinned(np.arange(len(states)), most)].astype(np.float64)
     if len(chosen) < 10:
         return None
     squares = np.square(chosen).sum(axis=1)

@@ -338,6 +338,12 @@ def _kept_together(samples: np.ndarray, alike: np.ndarray, ends: np.ndarray) -> 
 # -- initial states ----------------------------------------------------------------------------------------------------
 
 
+def thinned(samples: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of them, evenly from all over."""
+    count = min(len(samples), most)
+    return np.asarray(samples)[np.arange(count) * len(samples) // max(count, 1)]
+
+
 def initial_states(source: Source, samples: np.ndarray) -> np.ndarray:
     """What a forecast starts from, (n, K) float32: the first frame on at most MOST_POINTS points, and the parameters.
 

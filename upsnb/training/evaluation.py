@@ -18,6 +18,7 @@ from torch import Tensor
 from upsnb.config import EvaluationConfig
 from upsnb.data import symmetries
 from upsnb.data.datasets import Dataset
+from upsnb.data.source import thinned
 from upsnb.models.surrogate import Surrogate
 from upsnb.training import metrics, parallel, precision, stages
 from upsnb.training.parallel import Ranks
@@ -94,8 +95,7 @@ def evaluate(
 
 def spread(samples: np.ndarray, fraction: float) -> np.ndarray:
     """That share of samples, evenly from all over them; one at least, where there are any."""
-    count = min(len(samples), max(1, round(fraction * len(samples))))
-    return samples[(np.arange(count) * len(samples)) // max(count, 1)]
+    return thinned(samples, max(1, round(fraction * len(samples))))
 
 
 def _forecasts(model, dataset, chosen, twins, config, device) -> Iterator[tuple]:
