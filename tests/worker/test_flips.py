@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from upsnb import overlays
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, UpsError
 from upsnb.runs import handle, runfolder
 from upsnb.runs.events import last_events
 from upsnb.runs.postmortem import Ending
@@ -327,13 +327,21 @@ def test_what_a_step_compiles_after_a_flip_takes_nothing_from_the_time_limit(
                 clock.advance(411.0)
         return real(self, batches, step, microbatch)
 
-    seen = []
+    seen, listening = [], list(callback_handler.start_callbacks)
     monkeypatch.setattr(Setup, "step", compiling_step)
     requests = {3: [({"training.noise": 0.01}, None)]} if flipped else {}
     events = train_here(tiny_config(**{"training.time_limit_s": 150.0}), tmp_path, asking(tmp_path, requests))
     (end,) = kinds(events, "end")
     assert (end["reason"], end["train_time_s"] < 10) == (("epochs", True) if flipped else ("time", False))
-    assert seen == ["compiling"] and not callback_handler.start_callbacks and not callback_handler.end_callbacks
+    assert seen == ["compiling"] and callback_handler.start_callbacks == listening
+
+
+def test_a_run_that_is_refused_when_it_goes_on_listens_to_no_compiling(tiny_config, tmp_path, train_here):
+    train_here(tiny_config(), tmp_path)
+    listening = list(callback_handler.start_callbacks)
+    with pytest.raises(UpsError):
+        train_here(tiny_config(**{"latent.dim": 16, "checkpoint.resume": True}), tmp_path)
+    assert callback_handler.start_callbacks == listening
 
 
 @pytest.mark.slow

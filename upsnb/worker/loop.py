@@ -101,7 +101,6 @@ class Loop:
         self.profiler = Profiler(folder, self.setup, ranks, events)
         self.position = handed.position if handed else Position(stage=stage)
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
-        self.compiling = CompileClock(heartbeat.compiling)
         self.measuring = Measuring(self.flips)
         self.log = StepLog(events, self.clock, self.measuring.observe)
         self.announced_first = False
@@ -114,6 +113,7 @@ class Loop:
         self.epoch_saved_step = self.position.step
         self.validated_step = -1
         self._announce()
+        self.compiling = CompileClock(heartbeat.compiling)  # last: nothing below can fail and leave it listening
 
     @property
     def config(self) -> RunConfig:
