@@ -40,6 +40,7 @@ def project(tmp_path):
     return clone
 
 
+@pytest.mark.long
 def test_a_first_flip_is_measured_in_a_clone_and_its_notebook_saves_itself(project, tmp_path, chromium):
     """As somebody does who has just cloned it; the seconds are printed, and nothing is asserted about them."""
     since = time.monotonic()

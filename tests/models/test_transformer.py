@@ -37,6 +37,7 @@ def test_backends_agree_in_output_and_gradients(backend, dtype, compiled):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_generated_kernel_of_flex_attention_gives_the_same_forward():
     q, k, v = torch.randn(3, 2, 2, 24, 16)
     with torch.no_grad():

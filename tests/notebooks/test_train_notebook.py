@@ -65,7 +65,7 @@ def test_run_command_leaves_report_figures_and_notebook(tmp_path):
     assert len(pictures) == 9  # data, panel, prediction, rollout, spectrum, distribution, losses, throughput, answers
 
 
-@pytest.mark.parametrize("limit_s", [0.001, 1.0])
+@pytest.mark.parametrize("limit_s", [0.001, pytest.param(1.0, marks=pytest.mark.long)])
 def test_a_run_that_was_too_short_is_warned_of_and_drawn(tmp_path, limit_s):
     made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
     file, short = parameters(tmp_path, generate=made), f"time_limit_s={limit_s}"
@@ -75,7 +75,7 @@ def test_a_run_that_was_too_short_is_warned_of_and_drawn(tmp_path, limit_s):
     assert len(list((tmp_path / "run" / "figures").glob("*.png"))) >= 4
 
 
-@pytest.mark.parametrize("at", ["command", "kernel"])
+@pytest.mark.parametrize("at", ["command", pytest.param("kernel", marks=pytest.mark.long)])
 def test_ctrl_c_stops_the_run_and_tells_of_it(tmp_path, at):
     made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
     call = ["upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=made), "-p", "stages.operator.epochs=100000"]

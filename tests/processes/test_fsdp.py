@@ -262,8 +262,9 @@ def found(cache, tiny_config, tmp_path_factory):
     return launch
 
 
-CASES_BY_RANKS = [(2, case) for case in CASES] + [(4, case) for case in ON_FOUR_RANKS]
-several = pytest.mark.parametrize("num_ranks", (2, 4))
+FOUR = pytest.param(4, marks=pytest.mark.long)
+CASES_BY_RANKS = [(2, case) for case in CASES] + [pytest.param(4, case, marks=FOUR.marks) for case in ON_FOUR_RANKS]
+several = pytest.mark.parametrize("num_ranks", (2, FOUR))
 
 
 @pytest.mark.slow

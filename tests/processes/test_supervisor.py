@@ -191,7 +191,7 @@ def test_sigterm_is_a_stop(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["moved", "removed", "taken"])
+@pytest.mark.parametrize("how", ["moved", *(pytest.param(how, marks=pytest.mark.long) for how in ("removed", "taken"))])
 def test_run_whose_folder_is_gone_ends_and_says_so(monkeypatch, tmp_path, how):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     run = start(monkeypatch, folder, "endless:0:0", 1)
