@@ -13,7 +13,7 @@ help:
 	@echo "make demo    train a small operator on this machine and print what it reached (about 5 minutes)"
 	@echo "make lab     open the notebooks in JupyterLab"
 	@echo "make check   ruff and the repository's own rules (seconds)"
-	@echo "make test    check, then all tests and all notebooks"
+	@echo "make test    check, then the tests and all notebooks"
 	@echo "make abuse   tests of minutes, and every damaged file and killed run, of which make test takes a tenth"
 	@echo "make clean   remove .venv and caches; data and outputs stay"
 
