@@ -1,5 +1,6 @@
 """The search for the fastest settings that train as well: what it tries, keeps and refuses, and why it ends."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -205,3 +206,26 @@ def test_a_short_search_ends_with_what_it_tried_and_why_it_ended(tiny_config, tm
     assert "no candidate gains any more" in found["basis"] and found["noise_floor"] > 0
     assert list(ladder_figures.tried({"recommended": found})["tried"])[: len(names)] == names
     assert bool(found["changes"]) == bool(found["ratio"]) and (found["accuracy"] or not found["changes"])
+
+
+def test_slow_steps_shorten_a_measurement_and_quick_ones_do_not(tiny_config, tmp_path):
+    """12 of 20 minutes are for throughput: each of 16 measurements gets 45 s, but no fewer steps than it needs."""
+    asked, seconds = [], (0.01, 0.25, 3.0, 0.0)
+
+    class Run:
+        folder = tmp_path
+
+        def measure(self, what, within, steps):
+            asked.append(steps)
+            begins = {"kind": "measuring", "step": 0, "time": 0.0, "applied": True}
+            ends = {"kind": "flip_effect", "step": steps, "time": steps * seconds[len(asked) - 1]}
+            lines = (begins, {**ends, "ratio": 1.0, "ci95": [0.9, 1.1]})
+            with open(tmp_path / "events.jsonl", "a") as file:
+                file.writelines(json.dumps({**line, "revision": len(asked)}) + "\n" for line in lines)
+            return len(asked)
+
+    made = search.Search(tiny_config(), tmp_path, 20.0, 1, lambda text: None)
+    turns = SimpleNamespace(run=Run(), is_alive=lambda: True)
+    for _ in seconds:
+        made.measure(turns, {})
+    assert asked == [search.LEAST_STEPS, search.MOST_STEPS, 180, search.LEAST_STEPS]

@@ -32,7 +32,8 @@ from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import NOTHING
 from upsnb.widgets.progress import rewrite
 
-WITHIN, MOST_STEPS = 0.03, 400  # of each measurement in turns
+WITHIN, LEAST_STEPS, MOST_STEPS = 0.03, 120, 400  # of each measurement in turns
+MEASUREMENTS = 16  # that the time for throughput is for, where steps are slow
 LOSING = 0.9  # what is sure to reach no more than that is not tried again
 SHARE = 0.6  # of the minutes, for throughput; the rest is for accuracy
 SEEDS = (42, 43, 44)  # of the trainings; the baseline's come out as far apart as equal arms do
@@ -102,6 +103,7 @@ class Search:
         self.errors: dict[tuple[str, int, int], float] = {}  # set, epochs, seed: validation nRMSE
         self.judged: dict[str, dict] = {}  # set: what its longest trainings came to
         self.floor = 0.0  # of throughput ratios
+        self.step_s = math.inf  # of the measurement before
         self.stopped = ""
 
     def is_late(self, share: float = 1.0) -> bool:
@@ -113,14 +115,17 @@ class Search:
     def measure(self, turns: Turns, what: str | dict) -> dict:
         """Throughput with a change over that without, and why it is None where it is."""
         tail = runfolder.Tail(turns.run.folder, ("measuring", "flip_effect"))
-        revision = turns.run.measure(what, WITHIN, MOST_STEPS)
+        steps = int(np.clip(SHARE * self.seconds / MEASUREMENTS / self.step_s, LEAST_STEPS, MOST_STEPS))
+        revision, first = turns.run.measure(what, WITHIN, steps), None
         while True:
             alive = turns.is_alive()  # before the events, so that none of a run's last ones is missed
             for event in [event for event in tail.read() if event["revision"] == revision]:
                 if event["kind"] == "flip_effect":
+                    self.step_s = (event["time"] - first["time"]) / (event["step"] - first["step"])
                     return {"median": event["ratio"], "ci95": event["ci95"]}
                 if not event["applied"]:
                     return {"median": None, "ci95": [None, None], "why": event["reason"]}
+                first = event
             if not alive:
                 raise RunError(f"{turns.run.folder}: ended while {what} was measured -> look at its log")
             time.sleep(handle.POLL_S)
