@@ -1,12 +1,13 @@
 """Turns cancel what drifts: their order, and ratios of throughput with intervals."""
 
 import inspect
+import json
 
 import numpy as np
 import pytest
 
 from upsnb.compare import arms, ladder, scaling
-from upsnb.compare.turns import Block, interleave, ratio_of_turns
+from upsnb.compare.turns import LEAST_STEADY, PATIENCE, Block, Turns, interleave, ratio_of_turns
 from upsnb.compare.verdict import NOISE
 from upsnb.widgets.progress import rewrite
 
@@ -64,6 +65,34 @@ def test_turns_go_back_and_forth_and_one_without_a_steady_step_changes_neither_o
         *(("a", 0), ("b", 0), ("b", 1), ("a", 2), ("b", 2)),
     ]
     assert ratio_of_turns(found, "b", "a")["num_rounds"] == 2 and ratio_of_turns(found, "b", "a")["median"] == 2.0
+
+
+class SlowRun:
+    """A run whose steps take a second of the clock each; the first three of a turn are not steady."""
+
+    def __init__(self, folder, clock, steady):
+        self.folder, self.clock, self.steady, self.steps = folder, clock, steady, 0
+        self.resume = lambda: None
+        self.pause = self.wait_for = lambda *_: 0
+
+    def status(self):
+        self.clock.advance(1.0)
+        self.steps += 1
+        step = {"kind": "step", "steady": self.steady and self.steps > 3, "step_time_ms": 1e3, "samples_per_s": 8.0}
+        with open(self.folder / "events.jsonl", "a") as file:
+            file.write(json.dumps({**step, "step": self.steps, "time": self.clock.now}) + "\n")
+        return "running"
+
+
+@pytest.mark.parametrize(("steady", "least", "most"), [(True, LEAST_STEADY, 8), (False, 0, 0)])
+def test_a_turn_of_slow_steps_lasts_until_some_were_steady_but_not_for_ever(
+    tmp_path, clock, monkeypatch, steady, least, most
+):
+    monkeypatch.setattr("upsnb.compare.turns.time.monotonic", clock)
+    monkeypatch.setattr("upsnb.compare.turns.time.sleep", lambda seconds: None)
+    samples, seconds = Turns(SlowRun(tmp_path, clock, steady)).take(2.0)
+    assert least <= seconds <= most and samples == 8.0 * seconds
+    assert clock.now < 1000.0 + 2.0 * PATIENCE + 10
 
 
 @pytest.mark.parametrize("measure", [arms.compare, ladder.measure, scaling.measure])

@@ -17,6 +17,7 @@ from upsnb.runs.handle import Run
 from upsnb.runs.throughput import throughput_ratio
 
 POLL_S = 0.05
+LEAST_STEADY, PATIENCE = 4, 10  # steady steps that a turn waits for, and how many times its length it waits at most
 ENDLESS = {  # a run that only gives throughput: nothing but steps, until it is stopped
     "stages.operator.epochs": 1_000_000,
     "training.time_limit_s": None,
@@ -82,22 +83,26 @@ class Turns:
         self.read()
 
     def take(self, seconds: float) -> tuple[float, float] | None:
-        """Let it train for so long; (samples, seconds) of its steady steps, None where it finished on the way."""
+        """Let it train for so long, and until some steps were steady; (samples, seconds) of these, None if it ended."""
         self.read()
-        before = len(self.events)
+        before, began, spent = len(self.events), time.monotonic(), 0.0
         self.run.resume()
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.is_alive():
+        while self.is_alive() and spent < seconds * (1 if len(self._steady(before)) >= LEAST_STEADY else PATIENCE):
             time.sleep(POLL_S)
+            self.read()
+            spent = time.monotonic() - began
         if self.is_alive():
             self.wait("paused", self.run.pause())
         alive = self.is_alive()  # before its last events are read
         self.read()
         if not alive:
             return None
-        steps = [event for event in self.events[before:] if event["kind"] == "step" and event["steady"]]
+        steps = self._steady(before)
         times = [step["step_time_ms"] / 1e3 for step in steps]
         return sum(step["samples_per_s"] * time_s for step, time_s in zip(steps, times)), sum(times)
+
+    def _steady(self, since: int) -> list[dict]:
+        return [event for event in self.events[since:] if event["kind"] == "step" and event["steady"]]
 
     def end(self) -> None:
         """Stop it, and wait until it has ended."""
