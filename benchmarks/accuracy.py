@@ -28,7 +28,8 @@ from upsnb.training.setup import load_model
 TASKS = {"darcy": "params/darcy_5min.yaml", "advection": "params/advection_5min.yaml"}
 DOUBLE = "2D_DarcyFlow_beta1.0_res128.hdf5"
 PEER = {  # a Fourier neural operator with the same data, augmentation, noise and minutes; in float32, uncompiled
-    "model.build": "upsnb.models.fno:build",
+    "model.build": "upsnb.models.fno:FNO",
+    "model.append_parameters": True,
     "optimizer.name": "adamw",
     "operator.pdet.attention": "sdpa",
     "training.amp": False,

@@ -172,10 +172,13 @@ class DiffusionConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which network is trained."""
+    """Which network is trained, and how a plain nn.Module is called (docs/extending.md)."""
 
-    build: str = "upsnb.models.ups:build"  # module:function of (config, specs) that returns a Surrogate
-    settings: dict[str, Any] = {}  # for that function; `latent` and `operator` are UPS's own
+    build: str = "upsnb.models.ups:build"  # module:name or file.py:name; an nn.Module class, or a function
+    settings: dict[str, Any] = {}  # arguments of that class; `latent` and `operator` are UPS's own
+    layout: Literal["channels_first", "channels_last"] = "channels_first"  # axes that a plain nn.Module takes and gives
+    append_parameters: bool = False  # PDE parameters, and the time step, as constant channels of its input
+    source: str = ""  # text of file.py, filled when a run starts: it stays with the run
 
 
 class QuerySamplingConfig(Section):
@@ -453,12 +456,27 @@ def validate(values: dict, where: str = "the configuration") -> RunConfig:
             problems += cause.problems if isinstance(cause, ConfigError) else [_explain(item)]
         raise ConfigError(problems, where) from None
     except (TypeError, ValueError, RecursionError) as error:  # of JSON: objects, half characters, 5000 digits, loops
+        model = values.get("model")
+        if isinstance(model, dict) and callable(made := model.get("build")):
+            name = getattr(made, "__name__", type(made).__name__).strip("<>")
+            remedy = f"write it into a file (%%writefile my_model.py) and set model.build: my_model.py:{name}"
+            raise ConfigError([Problem("model.build", f"no worker finds {shown(made)}", remedy)], where) from None
         raise ConfigError([f"{error} -> use numbers, texts, lists and mappings only"], where) from None
 
 
 def dump(config: RunConfig) -> str:
     """The resolved config as YAML text that `parse` reads back to an equal one."""
-    return yaml.safe_dump({"format": FORMAT, **config.model_dump(mode="json")}, sort_keys=False)
+    return yaml.dump({"format": FORMAT, **config.model_dump(mode="json")}, Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A text of several lines, such as a model's, is written line by line."""
+
+    def represent_str(self, text: str):
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def save(config: RunConfig, path: Path) -> None:

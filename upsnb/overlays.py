@@ -337,6 +337,15 @@ def pieces(overlay: dict) -> list[tuple[str, object]]:
     return found
 
 
+def project_root() -> Path:
+    """The folder that holds `params/` and `notebooks/`: above the working directory, else above the package."""
+    here, package = Path.cwd(), Path(__file__).resolve().parents[1]
+    for folder in (here, *here.parents, package):
+        if (folder / "params").is_dir() and (folder / "notebooks").is_dir():
+            return folder
+    return here
+
+
 def _preset_path(preset: str) -> Path:
     """A preset's file: a path, or a name in params/ of this folder, one above it, or this project."""
     name = preset if preset.endswith((".yaml", ".yml")) else preset + ".yaml"

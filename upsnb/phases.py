@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from upsnb import hardware as machines
 from upsnb import overlays
@@ -70,6 +70,24 @@ COLD = (  # prefixes of settings that may change between two launches of the wor
 )
 NO_STEP = ("evaluation.", "checkpoint.", "guards.", "stages.")  # prefixes of settings that no steady step depends on
 SOURCE = "published recipe, multiplied factors"
+
+
+WORKS, ON_PARTS, DOES_NOT_APPLY, REFUSED = "works", "works on named parts", "does not apply", "refused"
+
+
+class Verdict(NamedTuple):
+    """What a phase is to a model, on a machine."""
+
+    kind: str  # WORKS, ON_PARTS, DOES_NOT_APPLY or REFUSED
+    why: str = ""  # which parts, or why not
+
+    @property
+    def stands_against(self) -> bool:
+        """Whether there is nothing to switch on, or to measure."""
+        return self.kind in (DOES_NOT_APPLY, REFUSED)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{': ' * bool(self.why)}{self.why}"
 
 
 @dataclass(frozen=True)

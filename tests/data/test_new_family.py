@@ -10,7 +10,7 @@ from upsnb.config import DatasetConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.families import FAMILIES
 from upsnb.errors import ConfigError
-from upsnb.models import surrogate
+from upsnb.models import chosen
 from upsnb.report.figures import RunFigures, data_samples
 from upsnb.runs.handle import Run
 
@@ -68,7 +68,7 @@ def test_its_memory_is_predicted_before_there_is_data(heat_config, tmp_path):
     config = heat_config()
     (outline,) = datasets.outlines(config, tmp_path).values()
     assert outline.spec.grid_shape == (32,) and outline.num_bytes == 4 * 20 * 11 * 32
-    assert surrogate.build(config, {"heat": outline.spec}).specs["heat"].family == "heat1d"
+    assert chosen.build(config, {"heat": outline.spec}).specs["heat"].family == "heat1d"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from upsnb.errors import ConfigError
 from upsnb.memory import figures, measure, plan
 from upsnb.memory.ledger import FOREVER, KINDS, Account, Ledger
 from upsnb.memory.predict import CUDA_GRANULARITY, Predictor, Rehearsal, predict
-from upsnb.models import surrogate
+from upsnb.models import chosen, surrogate
 from upsnb.runs import runfolder
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import open_datasets
@@ -82,7 +82,7 @@ def test_prediction_takes_no_memory_no_data_and_no_random_numbers(tiny_config, t
 def test_the_bound_that_refuses_a_model_is_below_its_size(tiny_config, values):
     config = tiny_config(**values)
     specs = {name: outline.spec for name, outline in outlines(config, runfolder.project_root()).items()}
-    assert hardware.least_parameters(config) <= surrogate.count_parameters(surrogate.build(config, specs))
+    assert hardware.least_parameters(config) <= surrogate.count_parameters(chosen.build(config, specs))
 
 
 def test_a_model_that_no_machine_could_hold_is_not_even_imagined(tiny_config):

@@ -4,15 +4,17 @@ import pytest
 import torch
 
 from upsnb import hardware, overlays, phases
+from upsnb.config import ModelConfig
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError
 from upsnb.models import surrogate
 from upsnb.models.fno import FNO, FourierBlock
+from upsnb.models.wrapped import Wrapped
 from upsnb.runs import handle
 from upsnb.training.losses import FieldObjective
 from upsnb.training.setup import load_model
 
-SETTINGS = {"model": {"build": "upsnb.models.fno:build", "settings": {"width": 8, "modes": 4, "depth": 2}}}
+SETTINGS = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
 SETTINGS |= {"optimizer.name": "adamw"}
 
 
@@ -42,7 +44,7 @@ def test_a_block_with_all_modes_applies_its_matrix_to_every_wave(shape):
 
 def test_another_resolution_gives_the_same_function(make_spec):
     spec = make_spec()
-    model = FNO({"advection": spec}, width=8, modes=4, depth=2).eval()
+    model = Wrapped({"advection": spec}, FNO, ModelConfig(**SETTINGS["model"])).eval()
     draws = torch.Generator().manual_seed(0)
 
     def fields(size):
@@ -139,7 +141,7 @@ def test_a_model_without_blocks_is_refused_the_phases_that_need_them(tiny_setup)
     with pytest.raises(ConfigError, match="names no blocks"):
         made.update(overlays.apply(made.config, phases.BY_NAME["activation_checkpointing"].on))
     sharded = overlays.apply(made.config, {"training.compile": True, "training.use_fsdp2": True})
-    assert ["names no blocks() to compile" in problem for problem in made.model.problems(sharded)] == [True]
+    assert ["names no blocks() to compile" in problem.found for problem in made.model.lacks(sharded)] == [True]
     step(made)
 
 
@@ -149,7 +151,7 @@ def Bare_of(config, specs):
 
 @pytest.mark.parametrize("name", ["upsnb.models.fno:nothing", "upsnb.models.nowhere:build", "nothing"])
 def test_a_model_that_is_not_there_is_named_with_the_remedy(tiny_setup, name):
-    with pytest.raises(ConfigError, match="model.build: .+ -> write module:function"):
+    with pytest.raises(ConfigError, match="model.build: .+ -> (write package.module:name|it has FourierBlock, FNO)"):
         tiny_setup(**{"model.build": name})
 
 
@@ -157,7 +159,7 @@ def test_a_whole_run_is_trained_saved_and_loaded(tiny_config, train_here, tmp_pa
     events = train_here(tiny_config(**SETTINGS, **{"stages.operator.epochs": 2, "training.ema_decay": 0.9}), tmp_path)
     assert events[-1]["kind"] == "end" and {event["stage"] for event in events} == {"operator"}
     model = load_model(tmp_path)
-    assert isinstance(model, FNO)
+    assert isinstance(model.networks["darcy"], FNO)
     y = model("darcy", torch.ones(1, 1, 1, 16, 16), torch.ones(1, 1), 0.0)
     assert y.shape == (1, 1, 1, 16, 16) and y.isfinite().all()
 

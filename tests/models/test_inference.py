@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from upsnb.config import ModelConfig
 from upsnb.errors import DataError
-from upsnb.models import fno
+from upsnb.models import fno, wrapped
 from upsnb.models.inference import AT_ONCE, predict
 
 TRAINED = {"parameter_low": (0.2,), "parameter_high": (0.7,)}
@@ -108,7 +109,7 @@ def test_any_resolution_is_taken(make_spec, make_model, operator, shape):
 @pytest.mark.parametrize(("family", "smallest"), [("advection1d", (30,)), ("darcy2d", (16, 14))])
 def test_a_resolution_that_a_model_cannot_take_is_said(make_spec, family, smallest):
     spec = make_spec(family, **ONE_VALUE)
-    model = fno.FNO({spec.name: spec}, width=4, modes=16, depth=1)
+    model = wrapped.Wrapped({spec.name: spec}, fno.FNO, ModelConfig(settings={"width": 4, "modes": 16, "depth": 1}))
     assert predict(model, frames(spec.input_frames, 1, *smallest)).shape[-len(smallest) :] == smallest
     for axis in range(len(smallest)):
         small = tuple(size - (number == axis) for number, size in enumerate(smallest))

@@ -123,7 +123,7 @@ def test_at_reference_width_a_microbatch_launches_a_third_of_what_it_did(tiny_se
 
 
 TWICE = {**INVERSE, "training.lambda_forward": 0.1, "training.lambda_rollout": 0.1, "operator.rollout": "latent"}
-FOURIER = {"model": {"build": "upsnb.models.fno:build", "settings": {"width": 8, "modes": 4, "depth": 1}}}
+FOURIER = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 1}}}
 
 
 @pytest.mark.parametrize(

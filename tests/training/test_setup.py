@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, DataError
-from upsnb.models import surrogate
+from upsnb.models import chosen
 from upsnb.phases import BY_NAME, EXTRAS, HOT, PHASES, is_on, unmet
 from upsnb.training import compiling
 from upsnb.training.parallel import Ranks
@@ -254,7 +254,7 @@ def test_tensorfloat32_is_put_back_as_it_was_found(tiny_setup, monkeypatch):
 def test_building_a_model_leaves_the_gpu_s_random_numbers_alone(tiny_config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("reseeded CUDA"))
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: pytest.fail("reseeded CUDA"))
-    surrogate.build(tiny_config(), {})
+    chosen.build(tiny_config(), {})
 
 
 def test_gradients_are_touched_where_they_are_averaged_and_nowhere_else(tiny_setup, monkeypatch):

@@ -20,7 +20,7 @@ REDUCED = {  # family -> points and frames between those that are kept
     "darcy2d": (4, 1), "shallowwater2d": (2, 1), "diffreact2d": (2, 3), "cfd2d": (3, 1), "incompressible2d": (3, 1),
     "cfd3d": (1, 1),
 }  # fmt: skip
-FNO = {"model.build": "upsnb.models.fno:build", "model.settings": {"width": 8, "modes": 4, "depth": 2}}
+FNO = {"model.build": "upsnb.models.fno:FNO", "model.settings": {"width": 8, "modes": 4, "depth": 2}}
 
 
 @pytest.fixture

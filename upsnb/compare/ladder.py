@@ -23,6 +23,7 @@ from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
 from upsnb.report.file import factor, finish, number
 from upsnb.runs import handle
+from upsnb.training import preflight
 from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "phases"
@@ -62,11 +63,13 @@ def plan(
         raise ConfigError([f"phases: {name!r} is none -> choose from {known}" for name in unknown], "the ladder")
     off = overlays.apply(base, phases.baseline_overlay(base))
     hardware.check_runnable(off, machine)
-    skipped, used = {}, []
+    skipped, used, verdicts = {}, [], preflight.foreseen(off, machine)
     for phase in [phase for name, phase in phases.BY_NAME.items() if name in chosen] or PHASES:
         problems = phases.unmet(phase, off, machine)
         if problems:
             skipped[phase.name] = "; ".join(map(str, problems))
+        elif phase.name in verdicts and verdicts[phase.name].stands_against:
+            skipped[phase.name] = str(verdicts[phase.name])
         else:
             used.append(phase)
     entries = [Entry("alone", phase.name, overlays.apply(off, phase.on), BASELINE) for phase in used]

@@ -1,4 +1,4 @@
-"""A Fourier neural operator (arXiv 2010.08895), one network a dataset: the peer, and the shortest whole model.
+"""A Fourier neural operator (arXiv 2010.08895): the peer, and an example of a plain nn.Module as model.
 
 `model.settings`: `width` channels, `modes` kept of each axis, `depth` blocks; all optional.
 """
@@ -8,11 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from upsnb.config import RunConfig
-from upsnb.data.spec import DatasetSpec
-from upsnb.models.geometry import grid_points
-from upsnb.models.surrogate import Surrogate
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -44,42 +39,23 @@ class FourierBlock(nn.Module):
         return F.gelu(changed.to(x.dtype) + self.pointwise(x))
 
 
-class FNO(Surrogate):
-    """Frames, parameters and coordinates as channels, lifted, changed by Fourier blocks, and brought to frames."""
+class FNO(nn.Module):
+    """Channels and coordinates, lifted, changed by Fourier blocks, and brought to output channels."""
 
-    def __init__(self, specs: dict[str, DatasetSpec], width: int = 32, modes: int = 12, depth: int = 4):
-        super().__init__(specs)
-        self.networks = nn.ModuleDict()
-        for name, spec in specs.items():
-            conv, kept = CONVOLUTIONS[spec.num_dims - 1], tuple(min(modes, size // 2) for size in spec.grid_shape)
-            channels = spec.input_frames * spec.input_channels + spec.num_parameters + 1 + spec.num_dims
-            lift = nn.Sequential(conv(channels, 2 * width, 1), nn.GELU(), conv(2 * width, width, 1))
-            outputs = spec.output_frames * spec.output_channels
-            project = nn.Sequential(conv(width, 2 * width, 1), nn.GELU(), conv(2 * width, outputs, 1))
-            blocks = nn.ModuleList(FourierBlock(width, kept) for _ in range(depth))
-            self.networks[name] = nn.ModuleDict({"lift": lift, "blocks": blocks, "project": project})
+    def __init__(self, in_channels, out_channels, grid_shape, width: int = 32, modes: int = 12, depth: int = 4):
+        super().__init__()
+        conv, kept = CONVOLUTIONS[len(grid_shape) - 1], tuple(min(modes, size // 2) for size in grid_shape)
+        channels = in_channels + len(grid_shape)
+        self.lift = nn.Sequential(conv(channels, 2 * width, 1), nn.GELU(), conv(2 * width, width, 1))
+        self.blocks = nn.ModuleList(FourierBlock(width, kept) for _ in range(depth))
+        self.project = nn.Sequential(conv(width, 2 * width, 1), nn.GELU(), conv(2 * width, out_channels, 1))
 
-    def predict(self, name, x, parameters, relative_dt, points=None) -> Tensor:
-        spec, network, grid = self.specs[name], self.networks[name], tuple(x.shape[3:])
-        constants = torch.cat((parameters, relative_dt[:, None]), dim=1).reshape(len(x), -1, *(1,) * len(grid))
-        places = grid_points(grid, x.device).T.reshape(1, -1, *grid).expand(len(x), -1, *grid)
-        z = network["lift"](torch.cat((x.flatten(1, 2), constants.expand(-1, -1, *grid), places), dim=1))
-        for block in network["blocks"]:
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        z = self.lift(torch.cat((x, grid), dim=1))
+        for block in self.blocks:
             z = block(z)
-        change = network["project"](z).unflatten(1, (spec.output_frames, spec.output_channels))
-        return change + x[:, -1:, : spec.output_channels] if spec.time_dependent else change
+        return self.project(z)
 
-    def smallest_grid(self, name: str) -> tuple[int, ...]:
-        *modes, last = self.networks[name]["blocks"][0].modes  # a grid must have the waves that the matrices are for
+    def smallest_grid(self) -> tuple[int, ...]:
+        *modes, last = self.blocks[0].modes  # a grid must have the waves that the matrices are for
         return (*(2 * m for m in modes), max(2 * last - 2, 1))
-
-    def blocks(self) -> list[nn.Module]:
-        return [block for network in self.networks.values() for block in network["blocks"]]
-
-    def parts(self) -> dict[str, list[nn.Module]]:
-        return {name: [net["lift"], *net["blocks"], net["project"]] for name, net in self.networks.items()}
-
-
-def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> FNO:
-    """The model of `model.settings`."""
-    return FNO(specs, **config.model.settings)

@@ -42,7 +42,7 @@ def predict(
     spec, given = model.specs[name], _numbers("fields", fields)
     single = given.dim() == spec.num_dims + 2
     x = given[None] if single else given
-    _check_shape(spec, tuple(given.shape), x, model.smallest_grid(name))
+    _check_shape(model, spec, tuple(given.shape), x)
     if not x.isfinite().all():
         sample, frame = (~x.isfinite()).nonzero()[0, :2].tolist()
         raise DataError(f"fields: NaN, infinite or beyond float32 in sample {sample}, frame {frame} -> leave it out")
@@ -91,17 +91,17 @@ def _numbers(what: str, given) -> Tensor:
         return torch.from_numpy(np.array(array, dtype=np.float32))  # a copy: theirs may be read-only or reversed
 
 
-def _check_shape(spec: DatasetSpec, found: tuple[int, ...], x: Tensor, smallest: tuple[int, ...]) -> None:
+def _check_shape(model: Surrogate, spec: DatasetSpec, found: tuple[int, ...], x: Tensor) -> None:
     least, axes = spec.input_frames, ", ".join("xyz"[: spec.num_dims])
     frames = f"{least}{' or more' * spec.time_dependent} frame{'s' * (least > 1)}"
     shape = f"(samples, {frames}, {spec.input_channels} channel{'s' * (spec.input_channels > 1)}, {axes})"
     if x.dim() == spec.num_dims + 3 and 0 not in x.shape:
         right = x.shape[1] >= least if spec.time_dependent else x.shape[1] == least
         if right and x.shape[2] == spec.input_channels:
-            if all(size >= least for size, least in zip(x.shape[3:], smallest, strict=True)):
+            why = model.refuses(spec.name, tuple(x.shape[3:]))
+            if not why:
                 return
-            raise DataError(f"fields: got a grid of {' x '.join(map(str, x.shape[3:]))} -> this model needs at least "
-                            f"{' x '.join(map(str, smallest))} points")  # fmt: skip
+            raise DataError(f"fields: got a grid of {' x '.join(map(str, x.shape[3:]))} -> {why}")
     raise DataError(f"fields: got shape {found} -> {spec.name} needs {shape}; one sample may leave out the first")
 
 

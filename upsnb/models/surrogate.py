@@ -1,12 +1,8 @@
-"""What every surrogate shares: statistics, physical units, rollout. A model writes `predict` and may name its blocks.
-
-Which one a run trains: `model.build`, a `module:function` of (config, specs) that returns a Surrogate.
-"""
+"""What every surrogate shares: statistics, physical units, rollout. A model writes `predict`, and may name blocks."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
@@ -14,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from upsnb import hardware
-from upsnb.config import PdetConfig, RunConfig
+from upsnb.config import PdetConfig, RunConfig, setting
 from upsnb.data.spec import DatasetSpec
-from upsnb.errors import ConfigError
+from upsnb.errors import Problem
 
 STATISTICS = ("input_mean", "input_std", "output_mean", "output_std", "parameter_mean", "parameter_std")
 
@@ -33,7 +28,7 @@ class Surrogate(nn.Module, ABC):
 
     def __init__(self, specs: dict[str, DatasetSpec]):
         super().__init__()
-        self.specs = specs
+        self.specs, self.called = specs, type(self).__name__
         for name, spec in specs.items():
             for key in STATISTICS:
                 self._constant(f"{name}_{key}", torch.tensor(getattr(spec, key)))
@@ -76,12 +71,25 @@ class Surrogate(nn.Module, ABC):
         """Fewest points of each axis of a grid that `predict` takes. May be written; by default any."""
         return (1,) * self.specs[name].num_dims
 
+    def refuses(self, name: str, grid: tuple[int, ...]) -> str:
+        """Why nothing can be predicted on a grid, empty where it can. May be written, and called for what it says."""
+        smallest = self.smallest_grid(name)
+        if all(size >= least for size, least in zip(grid, smallest, strict=True)):
+            return ""
+        return f"this model needs at least {' x '.join(map(str, smallest))} points"
+
     def blocks(self) -> list[nn.Module]:
         """Repeated modules, each called as a whole: recomputed, sharded one by one, matrices given to Muon.
 
         May be written; where there are none, phases that need them are refused.
         """
         return []
+
+    def matrices(self) -> list[Tensor]:
+        """Hidden matrices, which Muon is for. May be written; those of the blocks, complex ones excepted."""
+        named = {parameter: name for name, parameter in self.named_parameters()}
+        inside = dict.fromkeys(parameter for block in self.blocks() for parameter in block.parameters())
+        return [p for p in inside if p.ndim == 2 and not p.is_complex() and named[p].endswith(".weight")]
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """By dataset, modules that no other one uses, each called as a whole. May be written; none: all is shared."""
@@ -168,36 +176,56 @@ class Surrogate(nn.Module, ABC):
         ]
         return [*blocks, *outer, *own]
 
-    def problems(self, config: RunConfig) -> list[str]:
-        """What a config asks for that this model lacks, each with the remedy."""
-        pdet, training, blocks, called = (
-            config.operator.pdet,
-            config.training,
-            self.blocks(),
-            type(self).__name__.removeprefix("FSDP"),
-        )
-        sampling, sentences = training.query_sampling, []
-        if training.compile and training.use_fsdp2 and not self.compiled():
-            sentences.append(
-                f"training.compile: {called} names no blocks() to compile and is sharded -> set it to false"
+    def lacks(self, config: RunConfig) -> list[Problem]:
+        """What a config asks for that there is nothing of in this model."""
+        pdet, training, blocks, found = config.operator.pdet, config.training, self.blocks(), []
+
+        def has_no(asked: bool, path: str, what: str, remedy: str) -> None:
+            if asked:
+                found.append(Problem(path, f"{self.called} {what}", remedy))
+
+        off, sampling = "set it to false", training.query_sampling
+        unnamed = training.compile and training.use_fsdp2 and not self.compiled()
+        has_no(unnamed, "training.compile", "names no blocks() to compile and is sharded", off)
+        recompute = pdet.use_activation_checkpoint and not blocks
+        has_no(recompute, "operator.pdet.use_activation_checkpoint", "names no blocks() to recompute", off)
+        in_parts = pdet.checkpoint_parts != "all" and not all(hasattr(block, "recompute") for block in blocks)
+        has_no(in_parts, "operator.pdet.checkpoint_parts", "has blocks that are recomputed as a whole", "set it to all")
+        attends = pdet.attention == "sdpa" or any(hasattr(block, "attention") for block in blocks)
+        has_no(not attends, "operator.pdet.attention", "has no attention to choose a kernel for", "set it to sdpa")
+        scattered = (sampling.num_queries or sampling.jitter) and not self.any_points
+        remedy = "empty num_queries, set jitter to 0"
+        has_no(bool(scattered), "training.query_sampling", "predicts on its grid only", remedy)
+        walls = training.lambda_boundary > 0 and not self.any_points
+        has_no(walls, "training.lambda_boundary", "cannot be asked beyond its grid", "set it to 0")
+        half = training.amp and training.amp_dtype != "float32" and self._is_complex()
+        has_no(half, "training.amp", "has complex weights, which have no half precision", off)
+        return found
+
+    def forbids(self, config: RunConfig) -> list[Problem]:
+        """What a config asks for that would go wrong with the weights and norms of this model."""
+        training, found, off = config.training, [], "set it to false"
+        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in self.parameters()}
+        if training.use_fsdp2 and len(dtypes) > 1 and not self._is_complex():
+            why = f"weights of {self.called} are {' and '.join(sorted(dtypes))}, and FSDP2 shards those of one type"
+            found.append(Problem("training.use_fsdp2", why, off))
+        if self._is_complex():
+            where = "optimizer.fused", "training.cpu_offload_optimizer", "training.use_fsdp2"
+            for path in (path for path in where if setting(config, path)):
+                found.append(Problem(path, f"{self.called} has complex weights, and it takes real ones", off))
+        moving = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+        inside = (module for block in self.blocks() for module in block.modules())
+        if config.operator.pdet.use_activation_checkpoint and any(
+            isinstance(module, moving) and module.track_running_stats for module in inside
+        ):
+            why = f"blocks of {self.called} hold running averages, which recomputing moves twice a step"
+            found.append(
+                Problem("operator.pdet.use_activation_checkpoint", why, "use nn.GroupNorm, or set it to false")
             )
-        if pdet.use_activation_checkpoint and not blocks:
-            sentences.append(
-                f"operator.pdet.use_activation_checkpoint: {called} names no blocks() to recompute -> set it to false"
-            )
-        if pdet.checkpoint_parts != "all" and not all(hasattr(block, "recompute") for block in blocks):
-            sentences.append(
-                f"operator.pdet.checkpoint_parts: blocks of {called} are recomputed as a whole -> set it to all"
-            )
-        if pdet.attention != "sdpa" and not any(hasattr(block, "attention") for block in blocks):
-            sentences.append(
-                f"operator.pdet.attention: {called} has no attention to choose a kernel for -> set it to sdpa"
-            )
-        if (sampling.num_queries or sampling.jitter) and not self.any_points:
-            sentences.append(
-                f"training.query_sampling: {called} predicts on its grid only -> empty num_queries, set jitter to 0"
-            )
-        return sentences
+        return found
+
+    def _is_complex(self) -> bool:
+        return any(parameter.is_complex() for parameter in self.parameters())
 
 
 def set_checkpointing(blocks: Iterable[nn.Module], config: PdetConfig) -> None:
@@ -224,40 +252,10 @@ def _recompute(block: nn.Module, parts: str | None) -> None:
         block.forward = functools.partial(_recomputed, type(block).forward, block)
 
 
-def _recomputed(forward: Callable, block: nn.Module, *inputs):
+def _recomputed(forward: Callable, block: nn.Module, *inputs, **named):
     if not torch.is_grad_enabled():
-        return forward(block, *inputs)
-    return checkpoint(forward, block, *inputs, use_reentrant=False)
-
-
-def builder(config: RunConfig) -> Callable[[RunConfig, dict[str, DatasetSpec]], Surrogate]:
-    """The function that `model.build` names.
-
-    Raises:
-        ConfigError: no such module or function.
-    """
-    module, _, name = config.model.build.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        found = f"{config.model.build!r} cannot be imported ({error})"
-        raise ConfigError([f"model.build: {found} -> write module:function, importable here"], "the model") from None
-
-
-def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> Surrogate:
-    """The untrained model of a config; the same weights on every rank and in every process, by training.seed.
-
-    Raises:
-        ConfigError: `model.build` names nothing, or the model is larger than any machine.
-    """
-    if found := hardware.unbuildable(config):
-        raise ConfigError(found, "the model")
-    made = builder(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.training.seed)  # torch.manual_seed would reseed CUDA's as well
-        model = made(config, specs)
-    set_checkpointing(model.blocks(), config.operator.pdet)
-    return model
+        return forward(block, *inputs, **named)
+    return checkpoint(forward, block, *inputs, use_reentrant=False, **named)
 
 
 def count_parameters(module: nn.Module) -> int:

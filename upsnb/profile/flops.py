@@ -1,21 +1,26 @@
 """Work of a step, counted, and the most of it that this machine can do: the two halves of MFU.
 
-Counted are matrix products and convolutions, as everywhere in this field; elementwise operations, norms and FFTs are
-not. One multiplication with its addition is two operations.
+Counted are matrix products and convolutions, as everywhere in this field, and FFTs, which are most of some models;
+elementwise operations and norms are not. One multiplication with its addition is two operations, of complex numbers
+eight. An FFT of N numbers is 5 N log2 N, half of that where one side is real (Cooley and Tukey's count).
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch
 from upsnb.data.datasets import Dataset
+from upsnb.models.surrogate import set_attention
 from upsnb.training import stages
 from upsnb.training.losses import active_terms, turn
 from upsnb.training.timing import elapsed_ms, mark
@@ -23,7 +28,7 @@ from upsnb.training.timing import elapsed_ms, mark
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 PLAIN = {  # the model's own work: nothing computed twice, attention as its matrix products
     "operator.pdet.use_activation_checkpoint": False,
-    "operator.pdet.attention": "math",
+    "operator.pdet.attention": "sdpa",  # and "math" once there is a model, where it has any
     "training.compile": False,
 }
 SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}  # rows of the square matrices tried
@@ -39,6 +44,7 @@ def flops_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dic
     training, calls = plain.training, 2 if plain.training.lambda_rollout > 0 else 1
     with FakeTensorMode():
         loss = stages.build(plain, datasets)
+        set_attention(loss.model.blocks(), "math")
         loss.generator = torch.Generator()
         for name, dataset in datasets.items():
             spec, found = dataset.spec, {}
@@ -54,9 +60,33 @@ def flops_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dic
     return counts
 
 
+def _product(operation) -> Callable:
+    """The operations of a matrix product, by torch's own formula; four times as many in complex numbers."""
+
+    def counted(*given, out_val: Tensor, **options) -> int:
+        return flop_registry[operation](*given, out_val=out_val, **options) * (4 if out_val.is_complex() else 1)
+
+    counted._get_raw = True  # the tensors, not their shapes alone
+    return counted
+
+
+def _transform(x: Tensor, axes: list[int], *_, out_val: Tensor, **options) -> int:
+    """Of an FFT: by its longer side, where one is real and has no conjugates."""
+    longer = x if x.numel() >= out_val.numel() else out_val
+    length = math.prod(longer.shape[axis] for axis in axes)
+    each = 5.0 if x.is_complex() and out_val.is_complex() else 2.5
+    return round(each * longer.numel() * math.log2(max(length, 2)))
+
+
+_transform._get_raw = True
+ATEN = torch.ops.aten
+COUNTED = {operation: _product(operation) for operation in (ATEN.mm, ATEN.addmm, ATEN.bmm, ATEN.baddbmm)}
+COUNTED |= dict.fromkeys((ATEN._fft_r2c, ATEN._fft_c2r, ATEN._fft_c2c), _transform)
+
+
 def count(forward) -> int:
     """Floating-point operations of a forward pass that returns a scalar, and of its backward pass."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
         result = forward()
         if result.requires_grad:
             result.backward()

@@ -72,6 +72,7 @@ def run_numbers(run: Run) -> dict:
         "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
         "memory_kind": end.get("memory_kind"),
         "seeds": manifest["seeds"],
+        "verdicts": manifest.get("verdicts", {}),  # phase: what it is to this model, and which parts or why not
         "num_launches": max(len(manifest["segments"]), 1),
         "settings": overlays.difference(RunConfig(), config),  # all that differs from the defaults
     }

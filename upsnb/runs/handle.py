@@ -327,15 +327,18 @@ def start(
         attached: the run ends when this process does; empty: only outside interactive notebooks.
         worker: script that torchrun starts instead of `upsnb.worker`.
     Raises:
-        ConfigError: this machine cannot run the config; nothing was started or written.
+        ConfigError: this machine cannot run the config, or its model fails; nothing was started or written.
         RunError: the folder holds a run that is alive, or one that the config does not continue.
     """
     from upsnb import hardware, phases  # they load torch, which readers of a run do not need
+    from upsnb.training import preflight
 
     machine, skipped = hardware.detect(), {}
     if config.training.on_missing == "skip":
         config, skipped = phases.skip_missing(config, machine)
     hardware.check_runnable(config, machine)
+    for said in preflight.check(config):
+        print(f"warning: {said}", flush=True)
     is_reference = all(getattr(config, name) == getattr(RunConfig(), name) for name in NETWORK)
     if is_reference and hardware.resolve_device(config, machine) == "cpu":
         said = "nothing chose a model, so it is the reference model, which takes a CPU hours"

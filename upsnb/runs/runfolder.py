@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from upsnb import config as configs
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
+from upsnb.overlays import project_root as project_root
 from upsnb.runs.events import EventWriter as EventWriter  # so that this module is all a worker needs
 from upsnb.runs.events import Heartbeat as Heartbeat
 from upsnb.runs.events import Tail as Tail
@@ -122,15 +123,6 @@ def update_manifest(folder: Path, last_words: bool = False, **changes) -> dict:
 # -- creation ------------------------------------------------------------------------------------------------------
 
 
-def project_root() -> Path:
-    """The folder that holds `params/` and `notebooks/`: above the working directory, else above the package."""
-    here, package = Path.cwd(), Path(__file__).resolve().parents[2]
-    for folder in (here, *here.parents, package):
-        if (folder / "params").is_dir() and (folder / "notebooks").is_dir():
-            return folder
-    return here
-
-
 def code_revision() -> str:
     """The git commit of this code, `-dirty` where files differ from it; "unknown" outside a repository."""
     package = Path(__file__).resolve().parents[1]
@@ -155,7 +147,9 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
         skipped: phases that were asked for and left out of `config`, and why.
     """
     from upsnb import hardware  # here, because it loads torch and readers of a run need none
+    from upsnb.models import chosen
 
+    config = chosen.with_source(config)
     folder = new_folder(config.logging.name, config.logging.root) if folder is None else Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     segments: list[dict] = []

@@ -170,7 +170,8 @@ class Objective(nn.Module, ABC):
         total = sum((weights[term] * value for term, value in terms.items()), torch.zeros((), device=device))
         if self.touch_all:
             unreached = self.unreached({(batch.dataset, term) for term in terms})
-            total = total + 0.0 * sum(p.sum() for module in unreached for p in module.parameters())
+            parameters = (p for module in unreached for p in module.parameters())
+            total = total + 0.0 * sum((torch.view_as_real(p) if p.is_complex() else p).sum() for p in parameters)
         if self.touch_any and not total.requires_grad:
             total = total + 0.0 * self.idle(batch)
         return total, {term: value.detach() for term, value in terms.items()}

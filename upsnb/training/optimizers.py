@@ -18,11 +18,11 @@ from upsnb.training.offload import OffloadedAdamW, local
 def split_parameters(model: Surrogate) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Hidden matrices of the model's blocks; other weights; norms, biases and offsets (never decayed)."""
     hidden, weights, plain = [], [], []
-    in_blocks = {parameter for block in model.blocks() for parameter in block.parameters()}
+    matrices = set(model.matrices())
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter in in_blocks and name.endswith(".weight") and parameter.ndim == 2:
+        if parameter in matrices:
             hidden.append(parameter)
         elif parameter.ndim >= 2 and name.endswith(".weight"):
             weights.append(parameter)

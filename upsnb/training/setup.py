@@ -25,7 +25,7 @@ from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
-from upsnb.training import checkpoint, compiling, optimizers, parallel, precision, stages
+from upsnb.training import checkpoint, compiling, optimizers, parallel, precision, preflight, stages
 from upsnb.training.losses import Objective, active_terms, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
@@ -102,6 +102,9 @@ class Setup:
         lap("data")
         objective = stages.build(config, datasets, stage, weights).to(device)
         model = objective.model
+        if device.type == "cuda" and config.model.build != RunConfig().model.build:  # the kernel has seen a CPU only
+            for said in preflight.examine(objective, config).raise_errors(config):
+                log(f"warning: {said}")
         torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
         generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
         loss = wrap(objective, config, generator, ranks)
@@ -300,6 +303,7 @@ class Setup:
     def _probe(self) -> None:
         device, parameters = self.ranks.device, list(self.model.parameters())
         gradients, noise = [parameter.grad for parameter in parameters], self.generator.get_state()
+        averages = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # batch norm's move with each forward
         # DDP keeps the gradients to this rank; FSDP2 would keep them gathered, where resetting `grad` does not reach
         alone = parallel.synchronising(self.loss, on=self.config.training.use_fsdp2)
         try:
@@ -320,6 +324,8 @@ class Setup:
             raise
         finally:
             self.generator.set_state(noise)
+            for buffer, found in averages:
+                buffer.copy_(found)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 

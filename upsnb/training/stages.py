@@ -13,8 +13,8 @@ from torch import Tensor
 
 from upsnb.config import OptimizerConfig, RunConfig, StageConfig
 from upsnb.data.datasets import Dataset, Outline
-from upsnb.errors import ConfigError
-from upsnb.models import surrogate
+from upsnb.errors import ConfigError, Problem
+from upsnb.models import chosen
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import LOSS_TERMS
@@ -27,7 +27,7 @@ OPERATOR = "operator"
 
 def operator(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
     """The surrogate that `model.build` names, trained on one call, and on its latents where it has any."""
-    model = surrogate.build(config, {name: dataset.spec for name, dataset in datasets.items()})
+    model = chosen.build(config, {name: dataset.spec for name, dataset in datasets.items()})
     return (UPSObjective if isinstance(model, UPS) else FieldObjective)(model, config.training)
 
 
@@ -62,10 +62,11 @@ def check(objective: Objective, config: RunConfig) -> None:
     Raises:
         ConfigError: every such setting at once, each with the remedy.
     """
-    problems, known = objective.model.problems(config), ", ".join(objective.TERMS)
+    model, known = objective.model, ", ".join(objective.TERMS)
+    problems = model.lacks(config) + model.forbids(config)
     for term in LOSS_TERMS:
         if getattr(config.training, f"lambda_{term}") > 0 and term not in objective.TERMS:
-            problems.append(f"training.lambda_{term}: {config.model.build} knows {known} only -> set it to 0")
+            problems.append(Problem(f"training.lambda_{term}", f"{model.called} knows {known} only", "set it to 0"))
     if problems:
         raise ConfigError(problems, f"the configuration for {config.model.build}")
 

@@ -121,12 +121,13 @@ def warning(history: History) -> str:
     )
 
 
-def switch(phase: Phase, state: str, problem: str = "", whole: str = "") -> str:
+def switch(phase: Phase, state: str, problem: str = "", whole: str = "", parts: str = "") -> str:
     """What stands below a phase's toggle: its state, what was promised, and what it costs in exactness.
 
     Args:
         problem: why it cannot be switched on, in a sentence.
         whole: the same in full, shown when the pointer rests on it.
+        parts: of the model that it acts on, where these are not all.
     """
     hints = {"hot": "changes between two steps of the running processes",
              "cold": "takes a relaunch: the processes save, end, and start again from the checkpoint",
@@ -134,6 +135,7 @@ def switch(phase: Phase, state: str, problem: str = "", whole: str = "") -> str:
              "rounding": "losses and gradients change by rounding, as with another order of sums",
              "different": "another computation on purpose: losses are not comparable"}  # fmt: skip
     badges = [(word, hints[word]) for word in ("hot" if phase.hot else "cold", phase.numerics)]
+    badges += [("on parts", f"acts on {parts}")] if parts else []
     if claim := phase.expected:
         with_others = f"x{claim.factor:.2f} alone, x{claim.cumulative:.2f} with all phases before it"
         hint = f"{claim.source}: {with_others}; a claim, not measured here"

@@ -438,7 +438,9 @@ class Panel:
             whole = "; ".join(map(str, obstacle.problems)) if obstacle else ""
             toggle.value, toggle.disabled = wanted, not alive or bool(obstacle and obstacle.final)
             (toggle.add_class if wanted != is_on else toggle.remove_class)("ups-asked")
-            self._cards[name].value = html.switch(phase, state, problem, whole)
+            verdict = self.asking.verdict(phase)
+            parts = verdict.why if verdict.kind == phases.ON_PARTS else ""
+            self._cards[name].value = html.switch(phase, state, problem, whole, parts)
 
     def _draw_fields(self, desired: RunConfig, alive: bool) -> None:
         for path, field in self._fields.items():

@@ -11,7 +11,7 @@ from upsnb import hardware as machines
 from upsnb import overlays, phases
 from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError, Problem
-from upsnb.phases import Phase
+from upsnb.phases import Phase, Verdict
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.widgets.history import History
@@ -43,6 +43,7 @@ class PanelRequests:
         self.run, self.history = run, history
         self.config: RunConfig = run.config  # as started; everything asked is a difference from it
         self.hardware = machines.Hardware(**run.manifest["hardware"])  # the run's, not this kernel's
+        self._verdicts: dict[str, list[str]] = {}
         self._known: dict[str, RunConfig] = {}  # validating a config takes half a millisecond
 
     def configs(self) -> tuple[RunConfig, RunConfig]:
@@ -69,9 +70,9 @@ class PanelRequests:
         Raises:
             ConfigError: it cannot run on this machine, or contradicts other settings.
         """
-        problems = phases.unmet(phase, self.configs()[1], self.hardware) if on else []
-        if problems:
-            raise ConfigError(problems, phase.name)
+        obstacle = self.obstacle(phase, self.configs()[1]) if on else None
+        if obstacle:
+            raise ConfigError(obstacle.problems, phase.name)
         return phase.on if on else phases.off_overlay(phase, self.config)
 
     def is_cold(self, overlay: dict | None) -> bool:
@@ -97,12 +98,20 @@ class PanelRequests:
         """What stands against switching a phase on; None where nothing does."""
         problems = phases.unmet(phase, desired, self.hardware)
         if not problems:
-            return None
+            verdict = self.verdict(phase)
+            if not verdict.stands_against or phases.unmet(phase, self.config, self.hardware):  # of then, not of now
+                return None
+            return Obstacle(verdict.kind, [Problem(phase.name, verdict.why, "leave it off")], final=True)
         try:
             overlays.apply(desired, phase.on)
         except ConfigError:
             return Obstacle("conflicts with another setting", problems, final=False)
         return Obstacle("cannot run here", problems, final=True)
+
+    def verdict(self, phase: Phase) -> Verdict:
+        """What the worker found the phase to be to this model; that it works, until the worker has begun."""
+        self._verdicts = self._verdicts or self.run.manifest.get("verdicts", {})
+        return Verdict(*self._verdicts.get(phase.name, (phases.WORKS,)))
 
     def presets(self) -> list[str]:
         """Those that this machine can run, without what they leave out themselves where it is missing."""

@@ -23,7 +23,7 @@ from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.spans import DATA, outside_step, span
-from upsnb.training import checkpoint, evaluation, parallel, stages
+from upsnb.training import checkpoint, evaluation, parallel, preflight, stages
 from upsnb.training.compiling import CompileClock, CompileCounter
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, idle_settings
@@ -161,7 +161,8 @@ class Loop:
             return
         environment = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
         runfolder.update_segment(self.folder, self.launch.number, environment_seen=environment)
-        runfolder.update_manifest(self.folder, stage=setup.stage)
+        verdicts = preflight.verdicts(setup.objective, self.config, hardware.detect())
+        runfolder.update_manifest(self.folder, stage=setup.stage, verdicts=verdicts)
         self.events.write(
             "start",
             self.position.step,
@@ -183,8 +184,6 @@ class Loop:
                     "samples": {split: len(rows) for split, rows in dataset.splits.items()},
                     "pairs": len(setup.loader.schedule.pairs[name]),
                     "grid": list(dataset.source.grid_shape),
-                    "tokens": math.prod(dataset.spec.token_grid),
-                    "patch": dataset.spec.patch,
                 }
                 for name, dataset in datasets.items()
             },
