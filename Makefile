@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HOSTED := .colab/.installed
+NEURALOP := .neuralop/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -37,9 +38,10 @@ check: $(STAMP)
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
-test: check compiler $(HOSTED)
+test: check compiler $(HOSTED) $(NEURALOP)
 	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto $(BY_FILE)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 2 $(BY_FILE) --durations=10
+	PYTHONPATH="$(CURDIR)" .neuralop/bin/python -m pytest -q tests/neuralop
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
 
@@ -48,7 +50,7 @@ abuse: $(STAMP) compiler
 	ABUSE=1 $(BIN)/python -m pytest -q -s tests/abuse
 
 clean:
-	rm -rf $(VENV) .colab *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .colab .neuralop *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: compiler
@@ -69,12 +71,13 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[lab,test]'
 	@touch $@
 
-# What Colab preinstalls, in front of .venv's other packages; built on that Python, because it takes its torch.
-$(HOSTED): $(STAMP) tests/colab/pins.txt
-	@echo "Making .colab with the versions of hosted notebooks (once)"
-	@rm -rf .colab
-	@$(BIN)/python -m venv .colab
-	.colab/bin/python -m pip install --quiet --no-deps -r tests/colab/pins.txt
+# What Colab preinstalls, and what the extra neuralop needs, each in front of .venv's other packages; built on that
+# Python, because it takes its torch. Without a pip of their own: installing one takes longer than these.
+$(HOSTED) $(NEURALOP): .%/.installed: tests/%/pins.txt $(STAMP)
+	@echo "Making .$* with the versions of tests/$*/pins.txt (once)"
+	@rm -rf .$*
+	@$(BIN)/python -m venv --without-pip .$*
+	$(BIN)/python -m pip --python .$*/bin/python install --quiet --no-deps -r $<
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$(.colab/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_rest.pth"
+		"$$(.$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_rest.pth"
 	@touch $@

@@ -27,14 +27,12 @@ from upsnb.training.setup import load_model
 
 TASKS = {"darcy": "params/darcy_5min.yaml", "advection": "params/advection_5min.yaml"}
 DOUBLE = "2D_DarcyFlow_beta1.0_res128.hdf5"
-PEER = {  # a Fourier neural operator with the same data, augmentation, noise and minutes; in float32, uncompiled
-    "model.build": "upsnb.models.fno:FNO",
-    "model.append_parameters": True,
-    "optimizer.name": "adamw",
-    "operator.pdet.attention": "sdpa",
-    "training.amp": False,
-    "training.compile": False,
-}
+
+
+def of_file(model: str) -> dict:
+    """Settings of a file in params/models/; the data, noise and minutes stay the same, in float32, uncompiled."""
+    found = overlays.flatten(overlays.read(runfolder.project_root() / f"params/models/{model}.yaml"))
+    return {**found, "training.amp": False, "training.compile": False}
 
 
 def weights(**terms: float) -> dict[str, float]:
@@ -52,7 +50,8 @@ VARIANTS = {
         "with inverse encoding loss": weights(inv_enc=0.1),
         "AdamW alone": {"optimizer.name": "adamw"},
         "without augmentation": {"data.datasets.darcy.augment": False},
-        "peer: FNO of upsnb/models/fno.py": {**PEER, "model.settings": {"width": 32, "modes": 16, "depth": 4}},
+        "peer: FNO of upsnb/models/fno.py": of_file("fno"),
+        "peer: U-Net of upsnb/models/unet.py": of_file("unet"),
     },
     "advection": {
         "default: patch tokens, local basis, 4 frames a call": {},
@@ -68,11 +67,12 @@ VARIANTS = {
         "AdamW alone": {"optimizer.name": "adamw"},
         "without augmentation": {"data.datasets.advection.augment": False},
         "peer: FNO of upsnb/models/fno.py": {  # ten frames in and one out: what PDEBench's own is trained with
-            **PEER,
+            **of_file("fno"),
             "model.settings": {"width": 32, "modes": 24, "depth": 4},
             "data.datasets.advection.input_frames": 10,
             "data.datasets.advection.output_frames": 1,
         },
+        "peer: U-Net of upsnb/models/unet.py": of_file("unet"),
     },
 }
 

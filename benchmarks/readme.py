@@ -23,7 +23,7 @@ from keep import NOTEBOOK, REFERENCE
 
 from upsnb import overlays
 from upsnb.compare import figures as compare_figures
-from upsnb.compare import ladder, ladder_figures, scaling, scaling_figures
+from upsnb.compare import ladder, ladder_figures, models_figures, scaling, scaling_figures
 from upsnb.config import RunConfig
 from upsnb.memory import plan
 from upsnb.phases import EXTRAS, PHASES
@@ -118,6 +118,13 @@ def scalings(report: Mapping) -> str:
     """One machine's ranks."""
     rehearsal = [f"**{scaling.REHEARSAL}**"] if report["rehearsal"] else []
     return "\n\n".join((f"{where(report)}.", *rehearsal, markdown(scaling_figures.table(report))))
+
+
+def models(report: Mapping) -> str:
+    """Models beside each other, from one notebook."""
+    families = " and ".join(dict.fromkeys(report["families"].values()))
+    head = f"{families}, {report['time_limit_s']:g} s of training each, one after the other, {where(report)}; nRMSE of the test split, rolled out where there is a time:"
+    return "\n\n".join((head, markdown(models_figures.table(report))))
 
 
 def profile(report: Mapping) -> str:
@@ -313,6 +320,7 @@ SECTIONS = {
     "conflicts": conflicts,
     "compare": lambda: of_each(compare, "compare"),
     "scaling": lambda: of_each(scalings, "scaling"),
+    "models": lambda: of_each(models, "models"),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),
     "overheads": overheads,

@@ -29,6 +29,7 @@ ON = {  # params file: the phases that it switches on, by number or as extras
     "darcy_5min": {1, 6},
     "eleven": set(),
     "memory_reference": set(),
+    "minute": set(),
     "pdebench_files": set(),
     "pdebench_full": set(),
     "quick": set(),

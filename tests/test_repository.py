@@ -24,10 +24,17 @@ from upsnb.errors import ConfigError, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REQUIREMENTS = [Requirement(line) for line in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])]
-PINS = dict(
-    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
-)
+EXTRAS = PROJECT["optional-dependencies"]
+APART = EXTRAS.pop("neuralop")  # in an environment of its own, with pins of its own
+REQUIREMENTS = [Requirement(line) for line in sum(EXTRAS.values(), PROJECT["dependencies"])]
+
+
+def pins(name: str) -> dict[str, str]:
+    """A file's packages and their versions."""
+    return dict(line.split("==") for line in (ROOT / name).read_text().splitlines() if not line.startswith("#"))
+
+
+PINS = pins("constraints.txt")
 MODULES = {
     ".".join(path.relative_to(ROOT / "upsnb").with_suffix("").parts): path
     for path in sorted((ROOT / "upsnb").rglob("*.py"))
@@ -74,14 +81,21 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
 def test_every_dependency_is_pinned_inside_its_range(requirement):
-    pins = {canonicalize_name(name): version for name, version in PINS.items()}
-    assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+    pinned = {canonicalize_name(name): version for name, version in PINS.items()}
+    assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
 
 
-def test_pins_are_exact_public_and_sorted():
-    for name, version in PINS.items():
-        assert re.fullmatch(r"[\d.]+(\.?(post|rc)\d+)?", version), f"{name}=={version}"
-    assert list(PINS) == sorted(PINS, key=str.lower)
+@pytest.mark.parametrize("name", ["constraints.txt", "tests/neuralop/pins.txt"])
+def test_pins_are_exact_public_and_sorted(name):
+    for package, version in pins(name).items():
+        assert re.fullmatch(r"[\d.]+(\.?(post|rc)\d+)?", version), f"{package}=={version}"
+    assert list(pins(name)) == sorted(pins(name), key=str.lower)
+
+
+def test_what_is_tested_apart_is_pinned_apart_inside_its_range():
+    (requirement,) = map(Requirement, APART)
+    assert requirement.specifier.contains(pins("tests/neuralop/pins.txt")[requirement.name])
+    assert not pins("tests/neuralop/pins.txt").keys() & PINS.keys()
 
 
 def test_nothing_is_pinned_that_nothing_needs():

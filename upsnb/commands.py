@@ -18,6 +18,7 @@ SUMMARISED_BY = {  # modules by the kind of report they write, imported when ask
     "compare": "compare.verdict",
     "data": "report.data_report",
     "memory": "memory.plan",
+    "models": "compare.models",
     "phases": "compare.ladder",
     "profile": "profile.report",
     "scaling": "compare.scaling",

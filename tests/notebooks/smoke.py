@@ -44,6 +44,7 @@ OTHERWISE = {  # notebook: parameters beside or instead of the preset
         "rounds": 2,
     },
     "08_profile": {"preset": "smoke", "warm_up_s": 1.0},
+    "10_models": {"preset": "smoke", "time_limit_s": 4.0, "others": ["fno"]},
 }
 
 

@@ -117,6 +117,7 @@ def construct(network: type[nn.Module], spec: DatasetSpec, config: ModelConfig) 
         "out_channels": spec.output_frames * spec.output_channels,
         "num_dims": spec.num_dims,
         "grid_shape": spec.grid_shape,
+        "periodic": spec.periodic,
         "num_parameters": spec.num_parameters,
     }
     named = [name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
