@@ -14,6 +14,7 @@ from upsnb import overlays
 from upsnb.config import LatentConfig, OperatorConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.batches import Loader
+from upsnb.data.families import FAMILIES
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.ups import UPS
 from upsnb.runs import runfolder
@@ -181,7 +182,9 @@ def make_spec(family: str = "advection1d", **changes) -> DatasetSpec:
     else:
         shape = {"grid_shape": (16, 16), "periodic": (False, False), "input_frames": 1, "output_frames": 1}
         own = {"name": "darcy", "family": family, "time_dependent": False, "dt": 0.0, **shape}
-    return DatasetSpec(**{**common, **statistics, **condition, **own, **changes})
+    row = FAMILIES[family]
+    said = {"parameter_names": tuple(row.parameters), "priors": row.priors}
+    return DatasetSpec(**{**common, **statistics, **condition, **own, **said, **changes})
 
 
 def perturb(module: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:

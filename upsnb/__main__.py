@@ -109,11 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     data = command("data", "fetch data files, look into them, audit them", lambda args: args.of_data(args))
     of_data = data.add_subparsers(required=True, metavar="command")
     for name, what, act in (
-        ("look", "print what an HDF5 file holds and which equation it is read as", commands.data_look),
+        ("look", "print what HDF5 and NumPy files hold, and what to write to train on them", commands.data_look),
         ("check", "measure what a dataset can test: repeated samples, a look-up's score", commands.data_check),
     ):
         added = of_data.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        added.add_argument("files", nargs="+", type=Path, metavar="FILE", help="HDF5 files of one dataset")
+        added.add_argument("files", nargs="+", type=Path, metavar="FILE", help="HDF5 files (look: or .npy, .npz)")
         added.set_defaults(of_data=lambda args, act=act: act(args.files))
     of_data.add_parser("list", help="print the published files").set_defaults(of_data=lambda args: commands.data_list())
     got = of_data.add_parser("get", help="fetch a published file, or go on with it, and check it")

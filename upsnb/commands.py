@@ -180,20 +180,26 @@ def data_get(name: str, folder: Path, first: int | None) -> None:
 
 
 def data_look(files: list[Path]) -> None:
-    """Print what files hold, and which families they can be read as."""
-    from upsnb.data import source
+    """Print what files hold, and which families they can be read as; where none, a row to train on them."""
+    from upsnb.data import look
 
     for path in files:
-        print(as_typed(path), *(f"  {line}" for line in source.contents(path)), sep="\n")
-        readable = [name for name, why in source.recognise([path]).items() if not why]
+        print(as_typed(path), *(f"  {line}" for line in look.contents(path)), sep="\n")
+        readable = [name for name, why in look.recognise([path]).items() if not why]
         print(f"  is read as: {', '.join(readable) or 'none of the known families'}")
+        if not readable:
+            try:
+                proposed = look.propose(path)
+                print("  to train on it, correct what was guessed here and give it to -f:", *proposed, sep="\n")
+            except DataError as error:
+                print(f"  {error}")
 
 
 def data_check(files: list[Path]) -> None:
     """Print what was measured of a dataset and what stands against believing a score on it."""
-    from upsnb.data import audit, source
+    from upsnb.data import audit, look, source
 
-    names = [name for name, why in source.recognise(files).items() if not why]
+    names = [name for name, why in look.recognise(files).items() if not why]
     if len(names) != 1:
         found = f"can be read as {' and '.join(names)}" if names else "are none of the known families"
         raise DataError(f"{', '.join(map(as_typed, files))}: {found} -> look with: python -m upsnb data look FILE")

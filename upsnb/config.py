@@ -12,57 +12,34 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from upsnb import plain_yaml
 from upsnb.errors import ConfigError, Problem, shown
-from upsnb.rules import TAKEN, contradictions
+from upsnb.rules import contradictions
+from upsnb.values import (
+    ChannelName,
+    DatasetName,
+    FolderName,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenFraction,
+    PathText,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Quantity,
+    Section,
+    Seed,
+)
 
 FORMAT = 1  # version of the saved config.yaml
-MOST = 2**31 - 1  # of any count
-LARGEST = 1.0e9  # of any quantity: finite in float32 whatever it is multiplied with, and a time that clocks can wait
-PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Quantity = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
-PositiveFloat = Annotated[float, Field(gt=0.0, le=LARGEST)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, le=LARGEST)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-OpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
-
-
-def _name_of_folder(text: str) -> str:
-    if len(text) > 100 or not text.isprintable() or any(part[:1] in ("", ".") for part in text.split("/")):
-        raise PydanticCustomError("name", "Write up to 100 characters on one line, below logging.root and not hidden")
-    return text
-
-
-def _name_of_dataset(text: str) -> str:
-    if not re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) or text in TAKEN:
-        raise PydanticCustomError("name", "Name it with up to 64 letters, digits, _ and -, not as torch names its own")
-    return text
-
-
-def _path(text: str) -> str:
-    if re.search(r"[\x00-\x1f\x7f]", text) or max(len(part.encode()) for part in text.split("/")) > 255:
-        raise PydanticCustomError("path", "Write a path on one line, with names of at most 255 bytes")
-    return text
-
-
-FolderName = Annotated[str, AfterValidator(_name_of_folder)]
-DatasetName = Annotated[str, AfterValidator(_name_of_dataset)]
-PathText = Annotated[str, AfterValidator(_path), Field(max_length=1000)]
-
-
-class Section(BaseModel):
-    """A frozen group of settings; unknown keys, wrong types and infinite numbers are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+OWN = "custom"  # the family of a user's own arrays
 
 
 class GenerateConfig(Section):
@@ -76,10 +53,36 @@ class GenerateConfig(Section):
     seed: Seed = 0  # seed of the generator, apart from training.seed
 
 
-class DatasetConfig(Section):
-    """One dataset: a PDEBench family, its files, and how it is read."""
+class ArrayConfig(Section):
+    """One array of a user's files."""
 
-    family: str  # which equation: a row of data.families, with its reader and its physics
+    axes: tuple[Literal["sample", "time", "x", "y", "z", "channel"], ...]  # as they lie in the file
+    channels: tuple[ChannelName, ...]  # what it holds; several lie along its axis `channel`, in this order
+    given: bool = False  # what the model sees and does not predict; without a time, and the same along axes it lacks
+
+
+class CustomConfig(Section):
+    """The row of a user's own arrays: where HDF5 or NumPy files hold what, and what is known of it."""
+
+    title: str = "own data"  # for tables
+    arrays: dict[PathText, ArrayConfig]  # by their path in a file; `*` in it: one for each sample
+    periodic: tuple[bool, ...]  # of x, y, z; false: walls
+    domain: tuple[tuple[Quantity, Quantity], ...] = ()  # ends of x, y, z; empty: 0 and 1
+    coordinates: tuple[PathText, ...] = ()  # paths of the points in x, y, z; empty: centres of even cells
+    times: PathText | None = None  # path of the saved times
+    time_step: PositiveFloat | None = None  # between saved times, where no array holds them
+    parameters: dict[ChannelName, PathText] = {}  # path of its values, one or one a sample; or path@attribute
+    units: dict[ChannelName, str] = {}  # of channels, for figures
+    symmetries: tuple[Literal["shift", "shift x", "sign", "turn"], ...] = ()  # images of a solution that are solutions
+    vectors: tuple[tuple[ChannelName, ...], ...] = ()  # channels that turn with space: x, y, z component
+    priors: tuple[Literal["conservation", "positivity"], ...] = ()  # what holds: means stay, values are not negative
+
+
+class DatasetConfig(Section):
+    """One dataset: a PDEBench family or one's own, its files, and how it is read."""
+
+    family: str  # which equation: a row of data.families, with its reader and its physics; or custom
+    custom: CustomConfig | None = None  # the row of family custom
     files: tuple[PathText, ...] = ()  # file names or globs under data.root; empty: generate
     generate: GenerateConfig = GenerateConfig()  # used only when files is empty
     reduced_resolution: PositiveInt = 1  # keep every k-th grid point (PDEBench's reduction)
@@ -95,8 +98,9 @@ class DatasetConfig(Section):
     def _is_known(cls, name: str) -> str:
         from upsnb.data.families import FAMILIES  # here, because the table stands a floor above
 
-        if name not in FAMILIES:
-            raise PydanticCustomError("literal_error", "no such family", {"expected": " or ".join(map(repr, FAMILIES))})
+        if name not in (*FAMILIES, OWN):
+            known = " or ".join(map(repr, (*FAMILIES, OWN)))
+            raise PydanticCustomError("literal_error", "no such family", {"expected": known})
         return name
 
 

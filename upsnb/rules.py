@@ -55,7 +55,8 @@ PHYSICS_TERMS = ("boundary", "conservation", "positivity")  # hold where a famil
 
 def contradictions(config) -> list[Problem]:
     """Rules across sections that a config breaks."""
-    from upsnb.data.families import FAMILIES  # here, because the table stands a floor above
+    from upsnb.data import custom  # here, because the table stands a floor above
+    from upsnb.data.families import FAMILIES, family_of
 
     problems = []
     pdet, training, latent, datasets = config.operator.pdet, config.training, config.latent, config.data.datasets
@@ -105,7 +106,13 @@ def contradictions(config) -> list[Problem]:
             "write the pairs of a step (batch_size x accum_steps x ranks) that the learning rates are meant for",
         )
     for name, dataset in datasets.items():
-        family, frames = FAMILIES[dataset.family], (dataset.input_frames, dataset.output_frames)
+        for setting, *problem in custom.problems(dataset):
+            require(False, f"data.datasets.{name}.{setting}", *problem)
+    if any(problem.setting.startswith("data.datasets.") for problem in problems):
+        return problems  # such a row answers no questions
+    rows = {name: family_of(dataset) for name, dataset in datasets.items()}
+    for name, dataset in datasets.items():
+        family, frames = rows[name], (dataset.input_frames, dataset.output_frames)
         made, known = dataset.generate, ", ".join(family.parameters)
         require(
             made.parameter is None or (len(family.parameters) == 1 and not made.parameters),
@@ -133,12 +140,10 @@ def contradictions(config) -> list[Problem]:
                 f"{frames[0]} and {frames[1]}",
                 "make them equal",
             )
-    families = {dataset.family for dataset in datasets.values()}
-    acting_on = {term: [name for name, row in FAMILIES.items() if row.time_dependent] for term in TIME_TERMS}
-    acting_on |= {term: [name for name, row in FAMILIES.items() if term in row.priors] for term in PHYSICS_TERMS}
-    for term, acting in acting_on.items():
+    for term in (*TIME_TERMS, *PHYSICS_TERMS):
+        acting = [name for name, row in FAMILIES.items() if acts(term, row)]
         require(
-            getattr(training, f"lambda_{term}") == 0 or bool(families & set(acting)),
+            getattr(training, f"lambda_{term}") == 0 or any(acts(term, row) for row in rows.values()),
             f"training.lambda_{term}",
             f"acts on {', '.join(acting)} only, and no dataset is one",
             "set it to 0",
@@ -173,7 +178,7 @@ def contradictions(config) -> list[Problem]:
     )
     require(
         not config.evaluation.symmetry_average
-        or any("turn" in row.symmetries and not row.time_dependent for row in map(FAMILIES.get, families)),
+        or any("turn" in row.symmetries and not row.time_dependent for row in rows.values()),
         "evaluation.symmetry_average",
         "averages over the turns of a static problem's box, and no dataset has any",
         "set it to false",
@@ -181,10 +186,9 @@ def contradictions(config) -> list[Problem]:
     problems += [problem for _, clash, problem in CONFLICTS if clash(config)]
     active = {term for term in LOSS_TERMS if getattr(training, f"lambda_{term}") > 0}
     require(bool(active), "training", "every loss weight is 0", "give at least one lambda_* a positive weight")
-    for name, dataset in datasets.items():
-        idle = {term for term, families in acting_on.items() if dataset.family not in families}
+    for name, row in rows.items():
         require(
-            not active or bool(active - idle),
+            not active or any(acts(term, row) for term in active),
             f"data.datasets.{name}",
             f"{', '.join(sorted(active))} act on other families only, so nothing would train on it",
             "give training.lambda_relative a positive weight",
@@ -198,6 +202,11 @@ def contradictions(config) -> list[Problem]:
         "set that one only",
     )
     return problems
+
+
+def acts(term: str, row) -> bool:
+    """Whether a loss term says anything about a family, or a dataset: there is a time, or its row has this prior."""
+    return term in row.priors if term in PHYSICS_TERMS else row.time_dependent or term not in TIME_TERMS
 
 
 def did_you_mean(name: str, valid) -> str:

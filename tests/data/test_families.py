@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from tiny_files import advection_arrays, darcy_arrays, write
 
-from upsnb.data import layouts
 from upsnb.data import source as reading
 from upsnb.data.families import FAMILIES
-from upsnb.data.source import open_source, split_samples
+from upsnb.data.source import LAYOUTS, open_source, split_samples
 from upsnb.errors import DataError
 
 MAKE = {"advection1d": advection_arrays, "darcy2d": darcy_arrays}
@@ -31,7 +30,7 @@ def darcy(tmp_path):
 def test_a_table_row_agrees_with_itself(family):
     assert len(family.periodic) == len(family.domain) == family.num_dims
     assert len(family.input_channels) == len(set(family.input_channels))
-    assert family.layout in layouts.LAYOUTS
+    assert family.layout in LAYOUTS
 
 
 # --- real files -----------------------------------------------------------------------------------------------------

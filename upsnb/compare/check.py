@@ -105,6 +105,9 @@ def plan(base: RunConfig, machine: Hardware, chosen: Sequence[str] = ()) -> list
 
 def _of_file(path: Path, base: RunConfig, machine: Hardware) -> Trial:
     config = overlays.load(path)
+    if any(dataset.custom for dataset in config.data.datasets.values()):
+        why = "trains on files of one's own, and this check makes its data -> run it"
+        return Trial(path.stem, "params", config, refused=why)
     if path.stem in ON_TOP:
         config = overlays.apply(base, phases.switchable(overlays.read(path)), path.stem)
     if machine.device == "cpu" and (config.training.num_gpus > 1 or path.stem in (*ON_TOP, "1gpu_fast")):

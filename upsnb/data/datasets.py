@@ -15,7 +15,7 @@ import numpy as np
 
 from upsnb import hardware
 from upsnb.config import DatasetConfig, GenerateConfig, RunConfig
-from upsnb.data.families import FAMILIES
+from upsnb.data.families import family_of
 from upsnb.data.generate import generate
 from upsnb.data.layouts import Family
 from upsnb.data.source import Source, initial_states, nearest_states, open_source, split_samples
@@ -96,7 +96,7 @@ def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
             matches = []
         (found.extend(matches) if matches and matches[0].is_file() else missing.append(pattern))
     if missing:
-        near = sorted(p.name for p in root.glob("*.h*5")) if root.is_dir() else []
+        near = sorted(p.name for end in ("h*5", "np[yz]") for p in root.glob(f"*.{end}")) if root.is_dir() else []
         has = f"it has {', '.join(near[:8])}" if near else "it has no HDF5 files"
         raise DataError(
             f"data.datasets.{name}.files: {', '.join(missing)} not found in {root} ({has}) -> correct data.root or the "
@@ -107,7 +107,7 @@ def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
 
 def generated(config: DatasetConfig) -> GenerateConfig:
     """How a dataset's data are made, with what its family's row adds."""
-    family, made = FAMILIES[config.family], config.generate
+    family, made = family_of(config), config.generate
     one = {} if made.parameter is None else dict.fromkeys(family.parameters, made.parameter)
     added = {
         "parameters": family.parameters | one | made.parameters,
@@ -119,7 +119,7 @@ def generated(config: DatasetConfig) -> GenerateConfig:
 
 def generated_path(config: DatasetConfig, root: Path) -> Path:
     """Where the generated file of these settings lives: the name says all that its content depends on."""
-    family, made = FAMILIES[config.family], generated(config)
+    family, made = family_of(config), generated(config)
     parts = [family.file_stem, *(f"{name}{value:g}" for name, value in made.parameters.items())]
     parts += [f"n{made.num_samples}", f"x{made.resolution}", *([f"t{made.num_times}"] if family.time_dependent else [])]
     return root / "generated" / f"{'_'.join(parts)}_seed{made.seed}.hdf5"
@@ -131,9 +131,9 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
     Raises:
         DataError: a sample is larger than this machine's memory, or the file than what is free of the disk.
     """
-    family, path, made = FAMILIES[config.family], generated_path(config, root), generated(config)
-    if config.files or path.is_file():
+    if config.files or (path := generated_path(config, root)).is_file():
         return
+    family, made = family_of(config), generated(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     sample = 4 * made.num_times * len(family.channels) * made.resolution**family.num_dims
     room, free = hardware.host_memory_gib(), shutil.disk_usage(path.parent).free / 2**30
@@ -201,9 +201,8 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
     """
     chosen: DatasetConfig = config.data.datasets[name]
     files = find_files(name, chosen, root) if chosen.files else [generated_path(chosen, root)]
-    source = open_source(
-        chosen.family, files, chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples
-    )
+    family = family_of(chosen)
+    source = open_source(family, files, chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples)
     for path, count in zip(source.files, np.bincount(source.file_of_sample), strict=True):
         if chosen.num_samples is not None and count < chosen.num_samples:
             found = f"{chosen.num_samples} were asked for and {path.name} holds {count}"
@@ -211,7 +210,6 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
     split = config.data.split
     splits = split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
     frames = np.arange(0, source.num_times, config.training.time_stride)
-    family = FAMILIES[chosen.family]
     calls = 2 if config.training.lambda_rollout > 0 else 1
     if family.time_dependent:
         needed = max(
@@ -248,7 +246,7 @@ def _spec(
 ) -> DatasetSpec:
     """What a model must know of a dataset: from its row, its settings, and what was measured of it."""
     chosen = config.data.datasets[name]
-    family = FAMILIES[chosen.family]
+    family = family_of(chosen)
     return DatasetSpec(
         name=name,
         family=family.name,
@@ -269,6 +267,8 @@ def _spec(
         parameter_mean=parameters[0],
         parameter_std=parameters[1],
         zero_walls=family.zero_walls,
+        parameter_names=tuple(family.parameters),
+        priors=family.priors,
     )
 
 
@@ -316,11 +316,11 @@ def outlines(config: RunConfig, root: Path) -> dict[str, Outline]:
 
 
 def _outline(name: str, chosen: DatasetConfig, config: RunConfig, root: Path) -> Outline:
-    family = FAMILIES[chosen.family]
+    family = family_of(chosen)
     reduction, reduction_t = chosen.reduced_resolution, chosen.reduced_resolution_t
     if chosen.files:
         files = find_files(name, chosen, root / config.data.root)
-        source = open_source(chosen.family, files, reduction, reduction_t, chosen.num_samples)
+        source = open_source(family, files, reduction, reduction_t, chosen.num_samples)
         grid, num_samples, num_times = source.grid_shape, source.num_samples, source.num_times
     else:
         made = generated(chosen)

@@ -3,19 +3,24 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
-import h5py
 import numpy as np
 
+from upsnb.data import custom, layouts
 from upsnb.data.families import FAMILIES
-from upsnb.data.layouts import AXES, BLOCK_BYTES, LAYOUTS, Family, Header, in_one_line, open_hdf5
-from upsnb.errors import MOST_LISTED, DataError, shown
+from upsnb.data.layouts import AXES, BLOCK_BYTES, Family, Header, in_one_line, open_hdf5
+from upsnb.errors import MOST_LISTED, DataError
 
 CONVENTIONS = ("pdebench", "first", "last", "distinct")
 MOST_POINTS = 4096  # of one initial state, over all channels
 MOST_NAMED = 3  # files in one message
+LAYOUTS: dict[str, tuple[Callable, Callable, Callable]] = {  # how each layout is opened, checked and read
+    "single_array": (open_hdf5, layouts.single_array_header, layouts.single_array_block),
+    "grouped": (open_hdf5, layouts.grouped_header, layouts.grouped_block),
+    "many_arrays": (open_hdf5, layouts.many_arrays_header, layouts.many_arrays_block),
+    "custom": (custom.open_arrays, custom.custom_header, custom.custom_block),
+}
 
 
 @dataclass
@@ -35,7 +40,7 @@ class Source:
     groups: tuple[tuple[str, ...], ...]  # of each grouped file, its samples
     reduced_resolution: int
     reduced_resolution_t: int
-    _handles: dict = field(default_factory=dict, repr=False, compare=False)  # (process id, file) -> h5py.File
+    _handles: dict = field(default_factory=dict, repr=False, compare=False)  # (process id, file) -> open file
 
     def __getstate__(self):
         return self.__dict__ | {"_handles": {}}
@@ -46,10 +51,10 @@ class Source:
             handle.close()
         self._handles.clear()
 
-    def _handle(self, index: int) -> h5py.File:
+    def _handle(self, index: int):
         key = (os.getpid(), index)  # a forked worker opens its own
         if key not in self._handles:
-            self._handles[key] = open_hdf5(self.files[index])
+            self._handles[key] = LAYOUTS[self.family.layout][0](self.files[index])
         return self._handles[key]
 
     def read(self, samples, times=slice(None)) -> tuple[np.ndarray, np.ndarray]:
@@ -87,8 +92,8 @@ class Source:
         """(n, t, C, *grid) float32: runs of neighbouring samples are read at once."""
         out = np.empty((len(samples), len(frames), len(channels), *self.grid_shape), dtype=np.float32)
         first_of_file = np.searchsorted(self.file_of_sample, np.arange(len(self.files)))
-        raw = 4 * len(frames) * int(np.prod(self.grid_shape)) * self.reduced_resolution**self.family.num_dims
-        longest = max(1, BLOCK_BYTES // raw)
+        raw = 4 * len(channels) * len(frames) * int(np.prod(self.grid_shape))
+        longest = max(1, BLOCK_BYTES // (raw * self.reduced_resolution**self.family.num_dims))
         start = 0
         while start < len(samples):
             file = self.file_of_sample[samples[start]]
@@ -108,7 +113,7 @@ class Source:
         return out
 
     def _read_block(self, file: int, key: str, samples: slice, frames: np.ndarray) -> np.ndarray:
-        path, (_, read_block) = self.files[file], LAYOUTS[self.family.layout]
+        path, (*_, read_block) = self.files[file], LAYOUTS[self.family.layout]
         try:
             block = read_block(self._handle(file), self.family, key, samples, frames, self.groups[file])
         except Exception as error:  # whatever a damaged file runs into
@@ -147,7 +152,7 @@ class Source:
 
 
 def open_source(
-    family_name: str,
+    family: str | Family,
     files: str | os.PathLike | Sequence[str | os.PathLike],
     reduced_resolution: int = 1,
     reduced_resolution_t: int = 1,
@@ -156,16 +161,19 @@ def open_source(
     """Check the headers of all files, then return a Source; every problem is reported at once.
 
     Args:
+        family: a row, or the name of one in the table.
         files: one or several files of one family: any parameters, but one grid and one set of times.
         reduced_resolution: stride over every space axis, as PDEBench does it.
         reduced_resolution_t: stride over saved frames.
         num_samples: cap per file; None takes all.
     """
-    if family_name not in FAMILIES:
-        raise DataError(f"unknown family {family_name!r} -> one of {', '.join(FAMILIES)}")
-    family = FAMILIES[family_name]
+    if isinstance(family, str):
+        if family not in FAMILIES:
+            raise DataError(f"unknown family {family!r} -> one of {', '.join(FAMILIES)}")
+        family = FAMILIES[family]
+    open_file, check, _ = LAYOUTS[family.layout]
     paths = [Path(files)] if isinstance(files, str | os.PathLike) else [Path(file) for file in files]
-    problems = [] if paths else [f"no files given for {family_name} -> name at least one"]
+    problems = [] if paths else [f"no files given for {family.name} -> name at least one"]
     problems += [f"{path}: given twice -> its samples would be in training and test" for path in _repeated(paths)]
     settings = {"reduced_resolution": reduced_resolution, "reduced_resolution_t": reduced_resolution_t}
     for name, value in (settings | {"num_samples": 1 if num_samples is None else num_samples}).items():
@@ -177,8 +185,8 @@ def open_source(
     headers = []
     for path in paths:
         try:
-            with open_hdf5(path) as handle:
-                header = LAYOUTS[family.layout][0](family, path, handle)
+            with open_file(path) as handle:
+                header = check(family, path, handle)
                 problems += family.check(header, handle) if family.check else []
                 problems += _reduction_problems(header, reduced_resolution, reduced_resolution_t)
                 headers.append(header)
@@ -209,42 +217,6 @@ def open_source(
         reduced_resolution=int(reduced_resolution),
         reduced_resolution_t=int(reduced_resolution_t),
     )
-
-
-def contents(path: Path) -> list[str]:
-    """The first datasets and attributes of an HDF5 file, a line each; links are not followed.
-
-    Raises:
-        DataError: no HDF5 file, or a damaged one.
-    """
-    lines: list[str] = []
-
-    def note(name: str, item) -> bool | None:
-        if isinstance(item, h5py.Dataset):
-            lines.append(f"{name}: {item.dtype} {item.shape}")
-        lines.extend(
-            f"{name or 'file'}: {key} = {shown(value)}" for key, value in islice(item.attrs.items(), MOST_LISTED)
-        )
-        return True if len(lines) >= MOST_LISTED else None  # stop there
-
-    with open_hdf5(path) as handle:
-        try:
-            note("", handle) or handle.visititems(note)
-        except Exception as error:  # whatever a damaged file runs into
-            raise DataError(f"{path}: cannot be read ({in_one_line(error)}) -> truncated or damaged") from error
-    return [*lines[:MOST_LISTED], *(["..."] if len(lines) >= MOST_LISTED else [])]
-
-
-def recognise(files: Sequence[str | os.PathLike]) -> dict[str, str]:
-    """Each family, and why files cannot be read as it; an empty text where they can."""
-    found = {}
-    for name in FAMILIES:
-        try:
-            open_source(name, files)
-            found[name] = ""
-        except DataError as error:
-            found[name] = str(error)
-    return found
 
 
 def _summary(family: Family, problems: list[str]) -> DataError:

@@ -33,6 +33,8 @@ class DatasetSpec:
     parameter_low: tuple[float, ...] = ()  # lowest over the training split; empty in older checkpoints
     parameter_high: tuple[float, ...] = ()
     zero_walls: bool = False  # outputs are zero in the ghost cells around the grid
+    parameter_names: tuple[str, ...] = ()  # empty in older checkpoints, as are:
+    priors: tuple[str, ...] = ()  # the physics terms of the loss that hold
 
     @classmethod
     def from_plain(cls, values: dict) -> DatasetSpec:

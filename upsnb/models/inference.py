@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upsnb.data.families import FAMILIES
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import DataError
 from upsnb.models.surrogate import Surrogate
@@ -107,7 +106,7 @@ def _check_shape(model: Surrogate, spec: DatasetSpec, found: tuple[int, ...], x:
 
 def _parameters(spec: DatasetSpec, given, count: int) -> Tensor:
     """(B, P) float32, one row a sample."""
-    names = ", ".join(FAMILIES[spec.family].parameters)
+    names = ", ".join(spec.parameter_names)
     if given is None:
         if spec.num_parameters and (not spec.parameter_low or spec.parameter_low != spec.parameter_high):
             raise DataError(f"parameters: none was given, and training saw more than one value -> give {names}")
@@ -135,7 +134,7 @@ def _far_fields(spec: DatasetSpec, x: Tensor) -> list[str]:
 
 
 def _far_parameters(spec: DatasetSpec, values: Tensor) -> list[str]:
-    names, said = FAMILIES[spec.family].parameters, []
+    names, said = spec.parameter_names, []
     for name, column, low, high in zip(names, values.T, spec.parameter_low, spec.parameter_high):
         rounding = 1e-5 * max(abs(low), abs(high))
         outside = column[(column < low - rounding) | (column > high + rounding)]

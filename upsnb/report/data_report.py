@@ -89,7 +89,7 @@ def through_time(dataset: Dataset) -> Figure:
         extent = style.edges(dataset.source.coordinates[0]) + style.edges(dataset.source.times[times])
         figure = style.empty_figure(2.6 * max(len(shown), 2), 2.6, title)
         for ax, (channel, field) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
-            style.draw_image(ax, field, extent, style.FIELD_COLOURS, style.value_range(field), label(channel))
+            style.draw_image(ax, field, extent, style.FIELD_COLOURS, style.value_range(field), family.quantity(channel))
             ax.set(xlabel=label("x"), ylabel=label("time t"))
         return figure
     extent = style.edges(dataset.source.coordinates[0]) + style.edges(dataset.source.coordinates[1])
@@ -99,7 +99,9 @@ def through_time(dataset: Dataset) -> Figure:
     if not spec.time_dependent:
         figure = style.empty_figure(2.6 * max(len(shown), 2), 2.2, title)
         for ax, (channel, field) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
-            style.draw_image(ax, field[0].T, extent, style.FIELD_COLOURS, style.value_range(field), label(channel))
+            style.draw_image(
+                ax, field[0].T, extent, style.FIELD_COLOURS, style.value_range(field), family.quantity(channel)
+            )
             ax.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
         return figure
     picked = np.unique(np.linspace(0, len(times) - 1, SHOWN_TIMES).astype(int))
@@ -108,7 +110,7 @@ def through_time(dataset: Dataset) -> Figure:
     for row, (channel, field) in zip(grid, shown.items()):
         norm = style.value_range(field)
         for ax, frame in zip(row, picked):
-            bar = label(channel) if ax is row[-1] else ""
+            bar = family.quantity(channel) if ax is row[-1] else ""
             style.draw_image(ax, field[frame].T, extent, style.FIELD_COLOURS, norm, bar)
             ax.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
             if ax in grid[0]:
@@ -146,7 +148,7 @@ def spectra(datasets: Mapping[str, Dataset]) -> Figure:
         top = means.max()
         ax.set(xscale="log", yscale="log", ylim=(max(means[means > 0].min() / 2, 1e-12 * top), 2 * top))
         ax.set(xlabel=label("wavenumber k", "cycles per domain"), title=name)
-        ax.set_ylabel(label(f"energy of {dataset.family.output_channels[0]}"))
+        ax.set_ylabel(f"energy of {dataset.family.quantity(dataset.family.output_channels[0])}")
         if dataset.spec.time_dependent:
             ax.legend(loc="lower left")
     told = ", ".join(f"{name} {depth:.1g}" for name, depth in depths.items())
@@ -171,8 +173,8 @@ def values(datasets: Mapping[str, Dataset]) -> Figure:
         ax.hist(found, bins=60, color=PALETTE[0], log=True)
         for edge in (mean - std, mean + std):
             ax.axvline(edge, color=BLACK, linestyle=":", linewidth=1.0)
-        quantity = dataset.family.output_channels[channel]
-        ax.set(xlabel=label(quantity), ylabel=label("points"), title=f"{name}, {mean:.2g} \u00b1 {std:.2g}")
+        quantity = dataset.family.quantity(dataset.family.output_channels[channel])
+        ax.set(xlabel=quantity, ylabel=label("points"), title=f"{name}, {mean:.2g} \u00b1 {std:.2g}")
     for ax in axes[len(panels) :]:
         ax.remove()
     figure.suptitle(f"Values lie up to {widest:.1f} standard deviations from their mean (dotted: one)")

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
-from upsnb.data.families import FAMILIES
+from upsnb.data.families import family_of
 from upsnb.report import plots, style
 from upsnb.report.style import edges, label
 from upsnb.runs import runfolder
@@ -77,10 +77,10 @@ class RunFigures:
     @once
     def prediction(self, name: str) -> Figure:
         """Truth, prediction and error: in 1-D of the median sample over space and time, else of each kept sample."""
-        kept, family = self._examples(name), FAMILIES[self.config.data.datasets[name].family]
+        kept, family = self._examples(name), family_of(self.config.data.datasets[name])
         truth, forecast, inputs = kept["truth"][:, :, 0], kept["forecast"][:, :, 0], kept["inputs"][:, -1, 0]
         picks, nrmse = _picks(len(truth)), kept["nrmse"]
-        what, quantity = f"{name}, {self.split} split", family.output_channels[0]
+        what, quantity = f"{name}, {self.split} split", family.quantity(family.output_channels[0])
         if truth.ndim == 3:
             i = len(picks) // 2
             times = kept["times"][-truth.shape[1] :]
@@ -102,8 +102,9 @@ class RunFigures:
         what += SLICE * (truth.ndim == 5)
         title = f"{what}, of {self.results[name]['num_samples']} samples: an nRMSE of {told}"
         extent = family.domain[0] + family.domain[1]
+        given = family.quantity(family.input_channels[0])
         return plots.prediction_truth_error_2d(
-            samples, quantity=quantity, input_quantity=family.input_channels[0], extent=extent, title=title
+            samples, quantity=quantity, input_quantity=given, extent=extent, title=title
         )
 
     @once
@@ -127,7 +128,7 @@ class RunFigures:
     @once
     def spectrum(self, name: str) -> Figure:
         """Energy by wavenumber of truth, prediction and error at the last frame, mean over the whole split."""
-        result, family = self.results[name], FAMILIES[self.config.data.datasets[name].family]
+        result, family = self.results[name], family_of(self.config.data.datasets[name])
         curves = {curve: floats(energy) for curve, energy in result["spectrum"].items()}
         wavenumber = curves.pop("wavenumber")
         lost = (wavenumber > 0) & (curves["error"] >= curves["truth"])
@@ -141,7 +142,7 @@ class RunFigures:
             f"{name}{when}: the error's energy {found}; mean of all {result['num_samples']} samples of the "
             f"{self.split} split"
         )
-        return plots.spectra(wavenumber, curves, quantity=family.output_channels[0], title=title)
+        return plots.spectra(wavenumber, curves, quantity=family.quantity(family.output_channels[0]), title=title)
 
     @once
     def losses(self) -> Figure:
@@ -252,7 +253,7 @@ def data_samples(dataset: Dataset) -> Figure:
     """The first four training samples: space-time images in 1-D, input over output in 2-D, a slice of it in 3-D."""
     chosen, family = dataset.splits["train"][:4], dataset.family
     inputs, targets = dataset.source.read(chosen, dataset.frames if dataset.spec.time_dependent else slice(None))
-    quantity = label(family.output_channels[0])
+    quantity = family.quantity(family.output_channels[0])
     title = (
         f"{dataset.name}: {len(chosen)} of {len(dataset.splits['train']):,} training samples, "
         f"{family.output_channels[0]} from {targets[:, :, 0].min():.2g} to {targets[:, :, 0].max():.2g}"
@@ -262,7 +263,8 @@ def data_samples(dataset: Dataset) -> Figure:
         extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.times[dataset.frames])
         rows, y_label = {quantity: targets[:, :, 0]}, label("time t")
         return plots.dataset_samples(rows, extent=extent, x_label=label("x"), y_label=y_label, title=title)
-    rows = {} if family.time_dependent else {label(family.input_channels[0]): [_upright(x[-1, 0]) for x in inputs]}
+    given = family.quantity(family.input_channels[0])
+    rows = {} if family.time_dependent else {given: [_upright(x[-1, 0]) for x in inputs]}
     rows[quantity] = [_upright(x[-1, 0]) for x in targets]
     extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.coordinates[1])
     return plots.dataset_samples(rows, extent=extent, x_label=label("x"), y_label=label("y"), square=True, title=title)
@@ -282,12 +284,14 @@ def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:
         size, last = " x ".join(map(str, grid)), (_upright(field[0, -1, 0]) for field in (given, truth, forecast))
         rows.append((truth[0, :, 0], forecast[0, :, 0]) if len(grid) == 1 else plots.FieldSample(size, *last, nrmse))
         errors.append(f"{nrmse:.2g} on {size} points")
-    title, quantity = f"{dataset.name}, a test sample: an nRMSE of {', '.join(errors)}", family.output_channels[0]
+    title = f"{dataset.name}, a test sample: an nRMSE of {', '.join(errors)}"
+    quantity = family.quantity(family.output_channels[0])
     if dataset.spec.num_dims > 1:
         title += SLICE * (dataset.spec.num_dims == 3)
         extent = family.domain[0] + family.domain[1]
+        given = family.quantity(family.input_channels[0])
         return plots.prediction_truth_error_2d(
-            rows, quantity=quantity, input_quantity=family.input_channels[0], extent=extent, title=title
+            rows, quantity=quantity, input_quantity=given, extent=extent, title=title
         )
     (length,), (low, high) = grid, family.domain[0]
     x = low + (high - low) * (np.arange(length) + 0.5) / length

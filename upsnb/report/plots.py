@@ -84,7 +84,7 @@ def prediction_truth_error_1d(
     prediction: ArrayLike,
     times: ArrayLike,
     *,
-    quantity: str = "u",
+    quantity: str = "u [-]",
     title: str = "",
 ) -> Figure:
     """Space-time images of truth, prediction and error, and cuts at three times.
@@ -102,7 +102,7 @@ def prediction_truth_error_1d(
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.05])  # one grid for both would part the images
     axes = dict(zip(("truth", "prediction", "error"), upper.subplots(1, 3), strict=True)) | {"cuts": lower.subplots()}
     draw_image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
-    draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, label(quantity))
+    draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, quantity)
     draw_image(axes["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error"))
     for name in ("truth", "prediction", "error"):
         axes[name].set(title=name, xlabel=label("x"), ylabel=label("time t"))
@@ -117,7 +117,7 @@ def prediction_truth_error_1d(
         when = f"t = {times[i]:.3g}"
         cuts.plot(x, truth[i], color=colour, linewidth=5, alpha=0.3, **mark, label=f"truth, {when}")
         cuts.plot(x, prediction[i], color=colour, linewidth=1.2, **mark, label=f"prediction, {when}")
-    cuts.set(xlabel=label("x"), ylabel=label(quantity), xlim=extent[:2])
+    cuts.set(xlabel=label("x"), ylabel=quantity, xlim=extent[:2])
     _keep_in_view(cuts, truth)
     legend(cuts, len(frames))
     return figure
@@ -127,8 +127,8 @@ def prediction_truth_error_1d(
 def prediction_truth_error_2d(
     samples: Sequence[FieldSample],
     *,
-    quantity: str = "u",
-    input_quantity: str = "input",
+    quantity: str = "u [-]",
+    input_quantity: str = "input [-]",
     extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
     title: str = "",
 ) -> Figure:
@@ -148,11 +148,11 @@ def prediction_truth_error_2d(
         ax = dict(zip(columns, row, strict=True))
         norm, error = value_range(sample.truth), np.asarray(sample.prediction, dtype=float) - sample.truth
         if sample.inputs is not None:
-            draw_image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, label(input_quantity))
+            draw_image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, input_quantity)
         elif given:
             ax["input"].text(0.5, 0.5, "no input", ha="center", va="center", transform=ax["input"].transAxes)
         draw_image(ax["truth"], sample.truth, extent, FIELD_COLOURS, norm)
-        draw_image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, label(quantity))
+        draw_image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, quantity)
         draw_image(ax["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error"))
         for axis in row:
             axis.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
@@ -202,7 +202,9 @@ def rollout_error(
 
 
 @styled
-def spectra(wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity: str = "u", title: str = "") -> Figure:
+def spectra(
+    wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity: str = "u [-]", title: str = ""
+) -> Figure:
     """Energy per wavenumber, log-log; the mean (wavenumber 0) has no place on it and is left out.
 
     What has less than SPECTRUM_DEPTH of the largest energy lies below the axis: a truth that is smooth ends in rounding
@@ -222,7 +224,7 @@ def spectra(wavenumber: ArrayLike, curves: Mapping[str, ArrayLike], *, quantity:
     known = known[known > SPECTRUM_DEPTH * np.max(known[np.isfinite(known)], initial=0.0)]
     if known.size:
         ax.set(xscale="log", yscale="log", ylim=(known.min() / 2, known.max() * 2))
-    ax.set(xlabel=label("wavenumber k", "cycles per domain"), ylabel=label(f"energy of {quantity}"))
+    ax.set(xlabel=label("wavenumber k", "cycles per domain"), ylabel=f"energy of {quantity}")
     legend(ax)
     return figure
 

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from upsnb.config import TrainingConfig
 from upsnb.data.batches import Batch
-from upsnb.data.families import FAMILIES
-from upsnb.data.spec import DatasetSpec
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
-from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, PHYSICS_TERMS, TIME_TERMS
+from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, acts
 from upsnb.spans import INVERSE, span
 
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
@@ -102,13 +100,6 @@ def wall_points(grid_shape: tuple[int, ...], device) -> Tensor:
             wall = torch.full((len(face), 1), value, device=device)
             sides.append(torch.cat((face[:, :axis], wall, face[:, axis:]), dim=1))
     return torch.cat(sides)
-
-
-def acts(term: str, spec: DatasetSpec) -> bool:
-    """Whether a loss term says anything about a dataset: there is a time, or its family has this prior."""
-    if term in PHYSICS_TERMS:
-        return term in FAMILIES[spec.family].priors
-    return spec.time_dependent or term not in TIME_TERMS
 
 
 class Objective(nn.Module, ABC):

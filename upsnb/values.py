@@ -1,0 +1,53 @@
+"""Kinds of values that settings have, each with its bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from upsnb.rules import TAKEN
+
+MOST = 2**31 - 1  # of any count
+LARGEST = 1.0e9  # of any quantity: finite in float32 whatever it is multiplied with, and a time that clocks can wait
+PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Quantity = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+PositiveFloat = Annotated[float, Field(gt=0.0, le=LARGEST)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, le=LARGEST)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+OpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+def _name_of_folder(text: str) -> str:
+    if len(text) > 100 or not text.isprintable() or any(part[:1] in ("", ".") for part in text.split("/")):
+        raise PydanticCustomError("name", "Write up to 100 characters on one line, below logging.root and not hidden")
+    return text
+
+
+def _name_of_dataset(text: str) -> str:
+    if not re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) or text in TAKEN:
+        raise PydanticCustomError("name", "Name it with up to 64 letters, digits, _ and -, not as torch names its own")
+    return text
+
+
+def _path(text: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f]", text) or max(len(part.encode()) for part in text.split("/")) > 255:
+        raise PydanticCustomError("path", "Write a path on one line, with names of at most 255 bytes")
+    return text
+
+
+FolderName = Annotated[str, AfterValidator(_name_of_folder)]
+DatasetName = Annotated[str, AfterValidator(_name_of_dataset)]
+PathText = Annotated[str, AfterValidator(_path), Field(max_length=1000)]
+ChannelName = Annotated[str, Field(pattern=r"^[\w-]{1,40}$")]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys, wrong types and infinite numbers are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
