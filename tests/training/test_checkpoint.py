@@ -656,8 +656,24 @@ def test_contents_that_change_the_classes_they_are_made_of_are_refused(folder):
 @pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 10**5, '{"a": {"$float": "x"}}', "\xff"])
 def test_plain_data_that_are_none_are_refused_in_one_sentence(folder, text):
     replace(folder, "state.json", text.encode("latin-1"))
-    with pytest.raises(RunError, match=r"step-00000004.* -> do not trust this checkpoint"):
+    index = index_of(folder)
+    for role in checkpoint_index.ROLES:
+        index[role] = "step-00000004"
+    (folder / "checkpoints" / checkpoint_index.INDEX).write_text(json.dumps(index))
+    with pytest.raises(RunError, match=r"step-00000004/state.json: .* -> start the run anew"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    "config", ["", "[1", "format: 9", "format: 1\nlatent: {dimm: 3}", "format: 1\ntraining: {batch_size: x}"]
+)
+def test_a_checkpoint_whose_config_is_broken_is_passed_over_for_the_one_before(folder, config):
+    state = json.loads((path_of(folder, 4) / "state.json").read_text())
+    replace(folder, "state.json", json.dumps({**state, "config": config}).encode())
+    found = checkpoint.load(folder)
+    assert found["name"] != "step-00000004" and found["step"] < 4
+    (damage,) = found["passed_over"]
+    assert damage.startswith("step-00000004/1 problem in the config in state.json ") and "\n" not in damage
 
 
 @pytest.mark.parametrize(

@@ -228,13 +228,16 @@ class Chosen:
     passed_over: tuple[str, ...] = ()  # what is wrong with those that should have come first
 
 
-def choose(folder: Path | str, which: str = "latest") -> Chosen | None:
+def choose(
+    folder: Path | str, which: str = "latest", check: Callable[[Path], str | None] = lambda path: None
+) -> Chosen | None:
     """The checkpoint of a role that is whole; None where there is none at all.
 
     A damaged latest is passed over for the one before it; no other is replaced, because no other is the best.
 
     Args:
         which: one of ROLES.
+        check: what else is wrong with a checkpoint whose files are as they were written.
     Raises:
         RunError: no checkpoint has that role, or none of them is whole.
     """
@@ -249,7 +252,7 @@ def choose(folder: Path | str, which: str = "latest") -> Chosen | None:
         order += sorted((index[role] for role in ("best", "epoch") if index[role]), key=lambda n: -entries[n]["step"])
     damaged = []
     for name in dict.fromkeys(name for name in order if name):
-        fault = _fault(place / name, entries[name]["files"])
+        fault = _fault(place / name, entries[name]["files"]) or check(place / name)
         if fault is None:
             return Chosen(place / name, tuple(entries[name]["files"]), tuple(damaged))
         damaged.append(f"{name}/{fault}")

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from upsnb.errors import RunError, UpsError
+from upsnb import config as configs
+from upsnb.errors import ConfigError, RunError, UpsError
 from upsnb.runs import checkpoint_index
 from upsnb.runs.events import EventWriter
 from upsnb.runs.files import Shape, read_json
@@ -285,7 +286,7 @@ def load(
     chosen, problem = None, None
     if not together or ranks.rank == 0:
         try:
-            chosen = checkpoint_index.choose(folder, which)
+            chosen = checkpoint_index.choose(folder, which, _fault)
         except RunError as error:
             problem = str(error)
     if together:
@@ -302,13 +303,21 @@ def load(
 
     group = ranks.control_group if together else None
     with as_saved(chosen.path):
-        try:
-            plain = read_json(chosen.path / STATE, None, _State)
-        except (FileNotFoundError, RunError) as error:
-            raise RunError(f"{error} -> do not trust this checkpoint") from None
+        plain = read_json(chosen.path / STATE, None, _State)
         tensors = checkpoint_shards.read(chosen.path, chosen.files, room, group, alone=not together)
         state = checkpoint_shards.merge(tensors, plain)
     return {**state, "name": chosen.path.name, "passed_over": list(chosen.passed_over)}
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint's plain part, though its checksum fits."""
+    try:
+        plain = read_json(path / STATE, None, _State)
+        if "config" in plain:
+            configs.parse(plain["config"], f"the config in {STATE}")
+    except (RunError, ConfigError) as error:
+        return " ".join(str(error).removeprefix(f"{path}/").split())
+    return None
 
 
 @contextlib.contextmanager
