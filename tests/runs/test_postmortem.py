@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from made_runs import fields
 
 from upsnb.runs import checkpoint_index, postmortem, runfolder
 from upsnb.runs.supervisor import StallWatch
@@ -50,7 +51,7 @@ def cause(folder, exit_code=1):
 def ended(folder, checkpoint=True, segments=1):
     events = runfolder.EventWriter(folder)
     checkpoint_index.prepare(folder)
-    events.write("segment", 0)
+    events.write("segment", 0, number=0)
     for step in (5, 9):
         written = checkpoint_index.temporary(folder, step)
         written.mkdir()
@@ -58,15 +59,24 @@ def ended(folder, checkpoint=True, segments=1):
         path = checkpoint_index.commit(folder, step, {"state": checkpoint_index.digest(written / "state")})
     if not checkpoint:
         (path / "state").write_text("sta")
-    events.write("end", 9, reason="epochs")
-    for _ in range(segments - 1):
-        events.write("segment", 9)
+    events.write("end", 9, **fields("end", reason="epochs"))
+    for number in range(1, segments):
+        events.write("segment", 9, number=number)
 
 
-def test_finished_needs_exit_code_end_event_and_checkpoint(tmp_path):
+def test_finished_needs_end_event_and_checkpoint_and_no_more(tmp_path):
+    assert cause(tmp_path, 1) == "torchrun ended with exit code 1, see worker.log"
     ended(tmp_path)
     assert postmortem.examine(tmp_path, 0, 0) == postmortem.Ending("finished", None, "epochs", 0)
-    assert cause(tmp_path, 1) == "torchrun ended with exit code 1, see worker.log"
+    log(tmp_path, (2, -6, 0))
+    assert postmortem.examine(tmp_path, 1, 0) == postmortem.Ending("finished", None, "epochs", 1), "it came to its end"
+
+
+def test_ranks_that_saved_for_a_relaunch_are_launched_again_however_their_processes_ended(tmp_path):
+    ended(tmp_path, segments=2)
+    runfolder.EventWriter(tmp_path).write("relaunch", 9, **fields("relaunch", revision=3))
+    found = postmortem.examine(tmp_path, 1, 0)
+    assert (found.status, found.crashed, found.relaunch["revision"]) == ("relaunching", False, 3)
 
 
 def test_exit_code_0_without_an_end_event_is_no_success(tmp_path):

@@ -44,15 +44,11 @@ def examine(folder: Path, exit_code: int, log_start: int) -> Ending:
         exit_code: torchrun's; negative for a signal.
         log_start: where this launch's output begins in worker.log.
     """
+    if (whole := ended(folder, exit_code)) is not None:
+        return whole
     if exit_code == 0:
-        end = _end_event(folder)
-        if end is None:
-            return Ending("failed", "all ranks ended with exit code 0 but wrote no end event", None, 0)
-        if not checkpoint_index.is_there(folder, end["step"]):
-            return Ending("failed", "all ranks ended with exit code 0 but left no checkpoint", None, 0)
-        if end["kind"] == RELAUNCH:
-            return Ending("relaunching", None, None, 0, relaunch=end)
-        return Ending("finished", None, end.get("reason"), 0)
+        missing = "wrote no end event" if _end_event(folder) is None else "left no checkpoint"
+        return Ending("failed", f"all ranks ended with exit code 0 but {missing}", None, 0)
     failures = read_failures(folder)
     full = [failure for failure in failures if failure["disk_full"]]
     if full or shutil.disk_usage(folder).free < 1 << 16:
@@ -61,6 +57,16 @@ def examine(folder: Path, exit_code: int, log_start: int) -> Ending:
     starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)
     cause = _cause(folder, exit_code, log_start, failures)
     return Ending("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
+
+
+def ended(folder: Path, exit_code: int) -> Ending | None:
+    """The end of ranks that came to theirs, by event and checkpoint, however their processes fell apart afterwards."""
+    end = _end_event(folder)
+    if end is None or not checkpoint_index.is_there(folder, end["step"]):
+        return None
+    if end["kind"] == RELAUNCH:
+        return Ending("relaunching", None, None, exit_code, relaunch=end)
+    return Ending("finished", None, end["reason"], exit_code)
 
 
 def _cause(folder: Path, exit_code: int, log_start: int, failures: list[dict]) -> str:

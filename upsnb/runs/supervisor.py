@@ -165,7 +165,9 @@ class Supervisor:
                 self._ask_for_stacks(beats)
             if forced or hung:
                 self._kill(torchrun, beats)
-                return Ending("failed", forced or hung, exit_code=torchrun.wait(), hung=hung is not None)
+                exit_code, is_lost = torchrun.wait(), self._is_lost()
+                failed = Ending("failed", forced or hung, exit_code=exit_code, hung=hung is not None)
+                return failed if is_lost else postmortem.ended(self.folder, exit_code) or failed
         kill_marked(self.identity)  # loaders and threads of ranks that died without a word
         if self._is_lost():
             return Ending("failed", LOST, exit_code=torchrun.returncode)
