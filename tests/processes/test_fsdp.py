@@ -20,10 +20,12 @@ from upsnb import config as configs
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.runs import runfolder
-from upsnb.training import optimizers, parallel
+from upsnb.runs.events import last_events
+from upsnb.training import checkpoint, optimizers, parallel
 from upsnb.training.muon import Muon
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
+from upsnb.worker import loop, requests
 
 COMMON = {
     "training.accum_steps": 3,  # of two datasets: a step's last microbatch is not every encoder's last
@@ -60,6 +62,7 @@ CASES = {  # name: (settings, steps, {step: flip})
     "bfloat16": ({"optimizer.name": "adamw", "training.amp": True, "training.amp_dtype": "bfloat16"}, 6, {}),
 }
 ON_FOUR_RANKS = ("muon",)
+KINDS = ("checkpoint", "restored", "step", "end")
 ROUGH = (
     "muon",
     "flips",
@@ -217,6 +220,38 @@ def collectives(config: RunConfig, ranks: Ranks) -> dict[str, int]:
     }
 
 
+def back_to_best(config: RunConfig, ranks: Ranks, folder: Path, sharded: bool) -> dict:
+    """A whole run that is asked for its best weights a step after they were saved; what came of it on all ranks."""
+    settings = {"training.accum_steps": 10, "stages.operator.epochs": 2, "evaluation.every_epochs": 1}
+    config = overlays.apply(config, {**COMMON, **settings, "optimizer.lr": 0.02, "training.use_fsdp2": sharded})
+    folder, taken, real = folder / f"best-{sharded}", [], requests.Requests.restore
+    if ranks.rank == 0:
+        runfolder.create(config, folder)
+    parallel.barrier(ranks)
+
+    class Beat(runfolder.Heartbeat):
+        def beat(self, step):
+            super().beat(step)
+            best = last_events(folder, ("checkpoint",)).get("checkpoint", {"step": math.inf})["step"]
+            if ranks.rank == 0 and step > best and not runfolder.read_control(folder).revision:
+                runfolder.write_control(folder, None, runfolder.RESTORE)
+
+    def restore(self, step, revision):
+        setup = self.flips.setup
+        before = weights_of(setup)
+        real(self, step, revision)
+        kept, now = checkpoint.load(folder, "best"), parallel.gather_full(setup.state_dict())
+        parts = {part: same(now[part], kept["setup"][part]) for part in ("model", "moments", "ema")}
+        taken.append({"step": step, "changed": not same(now["model"], before), **parts})
+
+    requests.Requests.restore = restore
+    events = runfolder.EventWriter(folder, ranks.rank)
+    loop.train(config, folder, ranks, events, Beat(folder, ranks.rank))
+    requests.Requests.restore = real
+    said = runfolder.read_events(folder, KINDS)
+    return {"taken": parallel.all_gather_objects(ranks, taken), "said": said}
+
+
 def messages(profile, without: tuple[str, ...] = ()) -> int:
     found = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
     return sum(count for name, count in found.items() if name not in without)
@@ -229,6 +264,7 @@ def script(config_file: Path, results: Path) -> None:
     found = {case: compare(case, config, ranks) for case in cases}
     found["overflow"] = overflow(config, ranks)
     found["muon apart"], found["collectives"] = muon_apart(ranks), collectives(config, ranks)
+    found["back to best"] = [back_to_best(config, ranks, results.parent, sharded) for sharded in (False, True)]
     if ranks.rank == 0:
         results.write_text(json.dumps(found))
     parallel.barrier(ranks)
@@ -357,6 +393,17 @@ def test_a_step_of_muon_sends_few_messages_whatever_the_number_of_matrices(found
     counts = found(num_ranks)["collectives"]
     assert counts["gathering"] >= 6 and counts["optimizers"] >= 2  # something was counted
     assert counts["optimizers"] <= 6 and counts["beside gathering"] <= 6
+
+
+@pytest.mark.slow
+@several
+def test_all_ranks_go_back_to_the_best_weights_and_moments_at_one_step(found, num_ranks):
+    for run in found(num_ranks)["back to best"]:
+        saved, (restored,), steps, end = ([e for e in run["said"] if e["kind"] == kind] for kind in KINDS)
+        assert restored["applied"] and restored["from_step"] == saved[0]["step"] < restored["step"]
+        expected = {"step": restored["step"], "changed": True, "model": True, "moments": True, "ema": True}
+        assert run["taken"] == [[expected]] * num_ranks
+        assert steps[-1]["step"] > restored["step"] and end[0]["reason"] == "epochs", "training went on"
 
 
 if __name__ == "__main__":
