@@ -45,9 +45,10 @@ test: check compiler $(HOSTED) $(NEURALOP)
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
 
+# `make abuse ABUSE=20-39` is a piece of it: the files and kills that are drawn from the seeds 20 to 39.
 abuse: $(STAMP) compiler
-	$(BIN)/python -m pytest -q tests -m long -n 2 $(BY_FILE) --durations=10
-	ABUSE=1 $(BIN)/python -m pytest -q -s tests/abuse
+	$(if $(ABUSE),,$(BIN)/python -m pytest -q tests -m long -n 2 $(BY_FILE) --durations=10)
+	ABUSE=$(or $(ABUSE),0-) $(BIN)/python -m pytest -q -s tests/abuse
 
 clean:
 	rm -rf $(VENV) .colab .neuralop *.egg-info .pytest_cache .ruff_cache

@@ -25,6 +25,8 @@ LONGEST_MESSAGE = 10_000  # characters
 
 def read_all(kind: str, paths: list[Path]) -> None:
     """Have all of them read in a process of its own and check what came of each."""
+    if not paths:
+        pytest.skip("there are fewer than the seeds asked for")
     done = subprocess.run(
         [sys.executable, READ, kind],
         input="\n".join(map(str, paths)),
