@@ -166,7 +166,9 @@ def train_here():
             loop.train(config, folder, ranks or Ranks(), events, Beat(folder, 0))
         finally:
             events.close()
-        return runfolder.read_events(folder)
+        found = runfolder.read_events(folder)
+        assert not [event for event in found if " are damaged or lack " in event.get("message", "")]
+        return found
 
     return train
 

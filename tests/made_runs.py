@@ -18,23 +18,44 @@ END = {
     "reason": "time", "train_time_s": 9.5, "epochs": 2, "peak_memory_gib": [0.25, 0.5],
     "memory_kind": "resident set, peak",
 }  # fmt: skip
+WHOLE = {  # kind: fields that every event of it has, beside kind, time and step
+    "segment": {"number": 0, "num_ranks": 1},
+    "start": START,
+    "step": {
+        "epoch": 0, "time_s": 1.0, "step_time_ms": 100.0, "samples_per_s": 160.0, "data_wait_ms": 1.0,
+        "peak_memory_gib": 0.5, "loss": 1.0, "losses": {}, "datasets": ["darcy"], "steady": True,
+    },
+    "eval": {"epoch": 0, "time_s": 1.0, "val_nrmse": {"waves": 0.3}, "best": True},
+    "flip": {"revision": 1, "applied": True},
+    "flip_effect": {"revision": 1, "ratio": 1.31, "ci95": [1.27, 1.35], "memory_gib": [2.0, 1.58]},
+    "relaunch": {"revision": 1, "since": 0.0, "changes": {}, "overlay": {}, "phases_on": []},
+    "end": END,
+}  # fmt: skip
+
+
+def fields(kind, **own):
+    """All fields of an event, some of them its own."""
+    return {**WHOLE[kind], **own}
+
+
+def make_event(kind, step, **own):
+    return {"kind": kind, "step": step, **fields(kind, **own)}
 
 
 def step(number, ms=100.0, rate=None, steady=True, names=("waves",), **fields):
     """A step event of 16 samples; `time_s` grows with the number."""
     rate = 16e3 / ms if rate is None else rate
     common = {"epoch": 0, "time_s": number * ms / 1e3, "data_wait_ms": ms / 10, "peak_memory_gib": 0.125}
-    event = {"kind": "step", "step": number, "step_time_ms": ms, "samples_per_s": rate, "steady": steady, **common}
-    return event | {"datasets": list(names), "loss": 1 / number, "losses": {"relative": 1 / number}} | fields
+    made = {"kind": "step", "step": number, "step_time_ms": ms, "samples_per_s": rate, "steady": steady, **common}
+    return made | {"datasets": list(names), "loss": 1 / number, "losses": {"relative": 1 / number}} | fields
 
 
 def write_run(folder, events, status="finished", cause=None, evaluation=None, examples=None):
     runfolder.create(CONFIG, folder)
     runfolder.update_manifest(folder, status=status, cause=cause)
     writer = runfolder.EventWriter(folder)
-    for event in events:
-        fields = {key: value for key, value in event.items() if key not in ("kind", "step")}
-        writer.write(event["kind"], event["step"], **fields)
+    for said in events:
+        writer.write(**said)
     writer.close()
     if evaluation:
         (folder / runfolder.EVALUATION).write_text(json.dumps(evaluation))
@@ -54,7 +75,7 @@ def finished(folder, split="test", ms=100.0, validated=(0.3, None), darcy=0.05):
     events.insert(3, {"kind": "first_step", "step": 1, "since_launch_s": 2.5})
     events.insert(3, {"kind": "compile", "step": 1, "graphs": 3, "duration_s": 1.5})
     errors = dict(zip(("waves", "darcy"), validated))
-    events += [{"kind": "eval", "step": 40, "time_s": 40 * ms / 1e3, "val_nrmse": errors, "best": True}]
+    events += [make_event("eval", 40, time_s=40 * ms / 1e3, val_nrmse=errors)]
     events += [{"kind": "end", "step": 59, **END}]
     waves = {
         "num_samples": 3, "baseline": "persistence", "nrmse_mean": 0.02, "nrmse_median": 0.01, "max_error": None,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_runs import START, finished, step, write_run
+from made_runs import START, finished, make_event, step, write_run
 from waiting import LONGEST_S
 
 from upsnb import __main__ as command
@@ -125,7 +125,7 @@ def test_show_tells_what_a_run_reached_without_a_report(outputs, said):
 
 
 def test_show_tells_what_a_run_is_doing_and_was_asked(outputs, said):
-    run = living(outputs / "now", {"kind": "eval", "step": 1, "time_s": 1.0, "val_nrmse": {"waves": 0.3}, "best": True})
+    run = living(outputs / "now", make_event("eval", 1))
     run.update({"training.batch_size": 2})
     run.pause()
     text = said("show", "now")

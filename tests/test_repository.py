@@ -35,6 +35,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 PINS = pins("constraints.txt")
+OWNERS = {"yaml": "PyYAML", "pydantic_core": "pydantic", "typing_extensions": "pydantic"}  # package: what installs it
 MODULES = {
     ".".join(path.relative_to(ROOT / "upsnb").with_suffix("").parts): path
     for path in sorted((ROOT / "upsnb").rglob("*.py"))
@@ -187,9 +188,7 @@ def test_only_declared_packages_are_imported():
             if name in extra:
                 assert module in extra[name], f"{module} imports {name}: only {extra[name]} may"
             else:
-                assert canonicalize_name({"yaml": "PyYAML", "pydantic_core": "pydantic"}.get(name, name)) in declared, (
-                    f"{module} imports {name}"
-                )
+                assert canonicalize_name(OWNERS.get(name, name)) in declared, f"{module} imports {name}"
 
 
 def test_packages_are_empty_and_all_installed():

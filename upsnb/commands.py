@@ -129,7 +129,7 @@ def stop(name: str) -> None:
     run.stop()
     print("asked to stop: it finishes its step and saves", flush=True)
     run.wait(timeout=handle.SECONDS_TO_OBEY)
-    print(f"stopped at step {run.events(('end',))[-1]['step']} -> python -m upsnb resume {name} goes on")
+    print(f"stopped at step {run.events()[-1]['step']} -> python -m upsnb resume {name} goes on")
 
 
 def flip(name: str, phase: str, on: bool) -> None:

@@ -12,6 +12,9 @@ import time
 import types
 
 NUM_STEPS, SAVE_EVERY = 12, 4
+STEP = dict.fromkeys(("epoch", "time_s", "samples_per_s", "data_wait_ms", "peak_memory_gib"), 0)
+STEP |= {"step_time_ms": 20.0, "losses": {}, "datasets": [], "steady": True}
+END = {"train_time_s": 0.0, "epochs": 0, "peak_memory_gib": [0.0], "memory_kind": "none"}
 
 
 def train(config, folder, ranks, events, heartbeat, launch):
@@ -38,7 +41,7 @@ def train(config, folder, ranks, events, heartbeat, launch):
         if ranks.world_size > 1:
             dist.all_reduce(total)
         if ranks.rank == 0:
-            events.write("step", step + 1, loss=total.item())
+            events.write("step", step + 1, loss=total.item(), **STEP)
         if parallel.broadcast_control(ranks, stop).item():
             reason = "stopped"
             break
@@ -50,7 +53,7 @@ def train(config, folder, ranks, events, heartbeat, launch):
         for path in (folder / "checkpoints").glob("step-*"):
             shutil.rmtree(path)
     if ranks.rank == 0 and kind != "no_end":
-        events.write("end", step + 1, reason=reason)
+        events.write("end", step + 1, reason=reason, **END)
 
 
 def save(folder, ranks, events, step):

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from figure_checks import check
-from made_runs import END, START, finished, step, write_run
+from made_runs import END, START, finished, make_event, step, write_run
 
 from upsnb.data import datasets
 from upsnb.models.geometry import resample
@@ -67,7 +67,7 @@ def test_run_that_did_not_finish_says_so_and_claims_no_accuracy(tmp_path, status
         runfolder.update_manifest(whole.folder, status="running", supervisor="1:never")
     writer = runfolder.EventWriter(whole.folder)  # a second launch, which did not get to its end
     writer.write("segment", 59, number=1, num_ranks=1)
-    writer.write("step", 60, **{k: v for k, v in step(60, loss=float("nan")).items() if k not in ("kind", "step")})
+    writer.write(**step(60, loss=float("nan")))
     writer.close()
     made = results.train_report(whole)
     assert made.keys() == KEYS and made["status"] == status and made["cause"]
@@ -82,7 +82,7 @@ def test_turns_with_what_was_measured_are_shaded_where_they_were(tmp_path):
     writer = runfolder.EventWriter(run.folder)
     for number, (at, arm) in enumerate(((20, 1), (30, 0), (40, 1))):
         writer.write("turn", at, revision=1, arm=arm, num_rounds=number)
-    writer.write("flip_effect", 50, revision=1)
+    writer.write(**make_event("flip_effect", 50))
     writer.close()
     (ax,) = figures.RunFigures.of(run).throughput().axes
     shaded = [patch for patch in ax.patches if "in turns" in patch.get_label()]

@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from made_runs import END, fields, make_event
 from waiting import LONGEST_S
 
 from upsnb import overlays
@@ -142,7 +143,7 @@ def test_wait_returns_for_finished_runs_only(folder):
     run = handle.Run.attach(folder)
     with pytest.raises(TimeoutError, match="still starting"):
         run.wait(timeout=0)
-    runfolder.EventWriter(folder).write("end", 3)
+    runfolder.EventWriter(folder).write("end", 3, **END)
     (folder / runfolder.LOG).write_text("".join(f"line {i}\n" for i in range(100)))
     runfolder.update_manifest(folder, status="failed", cause="rank 1 raised ValueError")
     with pytest.raises(RunFailed, match="rank 1 raised ValueError") as caught:
@@ -179,11 +180,11 @@ def test_every_line_is_valid_json_with_kind_time_step_first(folder):
 def test_half_line_of_a_crash_is_cut(folder, length, num_whole):
     events = runfolder.EventWriter(folder)
     for step in range(num_whole):
-        events.write("step", step)
+        events.write("paused", step)
     events.close()
     with open(folder / "events.jsonl", "a") as file:
         file.write("x" * length)
-    runfolder.EventWriter(folder).write("step", num_whole)
+    runfolder.EventWriter(folder).write("paused", num_whole)
     assert [event["step"] for event in runfolder.read_events(folder)] == list(range(num_whole + 1))
 
 
@@ -191,10 +192,10 @@ def test_tail_reads_only_what_is_new_and_whole(folder):
     tail = runfolder.Tail(folder)
     assert tail.read() == []
     events = runfolder.EventWriter(folder)
-    events.write("step", 1)
+    events.write("paused", 1)
     assert [event["step"] for event in tail.read()] == [1] and tail.read() == []
     with open(folder / "events.jsonl", "a") as file:
-        file.write('{"kind": "step", "ti')
+        file.write('{"kind": "paused", "ti')
         file.flush()
         assert tail.read() == []
         file.write('me": 0.0, "step": 2}\n')
@@ -204,7 +205,7 @@ def test_tail_reads_only_what_is_new_and_whole(folder):
 def test_kinds_are_not_confused_by_their_prefixes(folder):
     events = runfolder.EventWriter(folder)
     for kind in ("flip", "flip_effect", "step"):
-        events.write(kind, 1, kind_of="flip")
+        events.write(kind, 1, kind_of="flip", **fields(kind))
     assert [event["kind"] for event in runfolder.read_events(folder, ["flip"])] == ["flip"]
     assert [event["kind"] for event in runfolder.read_events(folder, ["step", "flip_effect"])] == [
         "flip_effect",
@@ -214,22 +215,22 @@ def test_kinds_are_not_confused_by_their_prefixes(folder):
 
 def test_damaged_line_is_told_and_hides_no_other(folder):
     events = runfolder.EventWriter(folder)
-    events.write("step", 1)
+    events.write("paused", 1)
     with open(folder / "events.jsonl", "a") as file:
         file.write("\0\0\0garbage\n")
-    events.write("step", 2)
+    events.write("paused", 2)
     kinds = [event["kind"] for event in runfolder.read_events(folder)]
-    assert kinds == ["step", "warning", "step"]
+    assert kinds == ["paused", "warning", "paused"]
 
 
 def test_many_events_are_parsed_in_one_call_and_unwanted_ones_not_at_all(folder, monkeypatch):
-    line = json.dumps({"kind": "step", "time": 1.5, "step": 7, "loss": 0.25, "losses": {"relative": 0.125}})
+    line = json.dumps({**make_event("step", 7), "time": 1.5})
     (folder / "events.jsonl").write_text(10_000 * (line + "\n"))
-    runfolder.EventWriter(folder).write("end", 7)
+    runfolder.EventWriter(folder).write("paused", 7)
     parsed, loads = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text: (parsed.append(len(text)), loads(text))[1])
     assert len(runfolder.read_events(folder)) == 10_001 and len(parsed) == 1
-    assert len(runfolder.read_events(folder, ("end",))) == 1 and len(parsed) == 2 and parsed[1] < 100
+    assert len(runfolder.read_events(folder, ("paused",))) == 1 and len(parsed) == 2 and parsed[1] < 100
 
 
 # -- heartbeats ----------------------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def test_an_event_is_waited_for_by_revision_and_by_step(folder):
     assert run.wait_for("checkpoint", step=6)["revision"] == 4
     with pytest.raises(TimeoutError, match="still starting after 0 s, without its checkpoint event"):
         run.wait_for("checkpoint", 5, timeout_s=0)
-    later = threading.Timer(0.3, lambda: events.write("flip", 10, revision=5))
+    later = threading.Timer(0.3, lambda: events.write("flip", 10, **fields("flip", revision=5)))
     later.start()
     assert run.wait_for("flip", 5, timeout_s=LONGEST_S)["step"] == 10
     later.join()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from made_runs import fields, make_event
 
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
@@ -22,15 +23,15 @@ def make(folder, status="finished", created=1.8e9, steps=40, flips=(), end=True,
     runfolder.create(RunConfig(), folder)
     written = runfolder.EventWriter(folder)
     written.write("segment", 0, number=0, num_ranks=2)
-    written.write("start", 0, num_ranks=2, device="cpu", parameters=7, phases_on=["bf16"], samples_per_step=16)
+    written.write("start", 0, **fields("start", num_ranks=2, phases_on=["bf16"]))
     for number in range(1, steps + 1):
-        common = {"samples_per_s": 160.0, "step_time_ms": 100.0, "data_wait_ms": 1.0, "peak_memory_gib": 0.5}
-        written.write("step", number, time_s=0.1 * number, loss=1.0, datasets=["darcy"], steady=True, **common)
+        written.write("step", number, **fields("step", time_s=0.1 * number))
         if number in flips:
-            written.write("flip", number, applied=True, phases_on=["compile", "bf16"], message='a "kind": "flip" text')
-    written.write("eval", steps, split="validation", val_nrmse={"advection": 0.5, "darcy": 0.25})
+            told = fields("flip", phases_on=["compile", "bf16"], message='a "kind": "flip" text')
+            written.write("flip", number, **told)
+    written.write("eval", steps, **fields("eval", val_nrmse={"advection": 0.5, "darcy": 0.25}))
     if end:
-        written.write("end", steps, reason="epochs", train_time_s=0.1 * steps, epochs=1, peak_memory_gib=[0.5])
+        written.write("end", steps, **fields("end", train_time_s=0.1 * steps, peak_memory_gib=[0.5]))
         evaluation = {"advection": {"nrmse_mean": 0.1, "rollout_nrmse_mean": 0.2}, "darcy": {"nrmse_mean": 0.05}}
         summary = {"split": "test", "datasets": {name: {"test": values} for name, values in evaluation.items()}}
         runfolder.write_json(folder / "evaluation.json", summary)
@@ -65,7 +66,7 @@ def test_newest_comes_first_and_datasets_of_all_runs_have_columns(tmp_path):
     for created, name in ((3e8, "b"), (1e8, "a"), (2e8, "c")):
         make(tmp_path / name, created=created)
     with open(events.events_path(make(tmp_path / "d", created=4e8, end=False).folder), "a") as file:
-        file.write('{"kind": "eval", "time": 9e9, "step": 41, "split": "validation", "val_nrmse": {"other": 0.75}}\n')
+        file.write(json.dumps({**make_event("eval", 41, val_nrmse={"other": 0.75}), "time": 9e9}) + "\n")
     frame = table(tmp_path)
     assert list(frame["run"]) == ["d", "b", "c", "a"]
     assert frame.nrmse_other.tolist()[0] == 0.75 and frame.nrmse_other.isna().sum() == 3
@@ -83,8 +84,8 @@ def test_live_run_is_followed_and_an_old_report_is_not_believed(tmp_path):
     )
     written = runfolder.EventWriter(run.folder)
     written.write("segment", 40, number=1, num_ranks=4)
-    written.write("start", 40, num_ranks=4, device="cpu", phases_on=[])
-    written.write("step", 41, time_s=4.1, step_time_ms=100.0, samples_per_s=1.0, datasets=["darcy"], steady=False)
+    written.write("start", 40, **fields("start", num_ranks=4, phases_on=[]))
+    written.write("step", 41, **fields("step", time_s=4.1, samples_per_s=1.0, steady=False))
     row = only(tmp_path)
     assert (row.status, row.num_ranks, row.steps, row.phases_on) == ("running", 4, 41, "")
     assert (row.split, row.nrmse_darcy) == ("validation", 0.25), "the first launch's test errors are not this one's"
@@ -201,7 +202,7 @@ def test_two_hundred_runs_without_reports_are_listed_without_torch(tmp_path):
     """One of the runs wrote 40 MB of events."""
     run = make(tmp_path / "run-0", steps=400)
     long = make(tmp_path / "long", steps=40, end=False)
-    line = json.dumps({"kind": "step", "time": 1.0, "step": 1, "time_s": 0.1, "padding": "x" * 350}) + "\n"
+    line = json.dumps({**make_event("step", 1), "time": 1.0, "padding": "x" * 100}) + "\n"
     path = events.events_path(long.folder)
     path.write_text(line * 100_000 + path.read_text())
     for number in range(1, 200):

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from made_runs import make_event
 
 from upsnb.runs import events
 from upsnb.widgets import charts, html, snapshot
@@ -138,10 +139,10 @@ def test_a_redraw_is_whole_html_of_at_most_35_kilobytes(tmp_path, axis, terms):
 
 
 def test_validation_errors_and_the_learning_rate_are_curves(tmp_path):
-    evaluated = {"kind": "eval", "time": 1050.0, "time_s": 25.0, "best": True, "val_nrmse": {"waves": 0.5, "a&b": None}}
+    evaluated = {**make_event("eval", 50, time_s=25.0, val_nrmse={"waves": 0.5, "a&b": None}), "time": 1050.0}
     steps = [step_event(k, learning_rate=1e-3 * k) for k in range(1, 101)]
     later = {**evaluated, "step": 80, "val_nrmse": {"waves": 0.25, "a&b": 0.1}, "best": False}
-    followed = history(tmp_path, *steps, {**evaluated, "step": 50}, later)
+    followed = history(tmp_path, *steps, evaluated, later)
     (errors,) = [strip for strip in charts.strips(followed) if strip.title == "validation nRMSE"]
     assert list(errors.x) == [50, 80] and list(charts.strips(followed, "time")[2].x) == [25, 40]
     assert {curve.name: curve.y.tolist()[1] for curve in errors.curves} == {"a&b": 0.1, "waves": 0.25}
@@ -196,7 +197,7 @@ def test_warm_up_and_compile_steps_are_pale_and_left_out_of_the_figure(tmp_path)
 
 def test_throughput_is_samples_over_seconds_where_datasets_take_turns(tmp_path):
     """Steps of 1 s at 10 samples/s and of 0.1 s at 100: 20 samples in 1.1 s, not 55 samples/s."""
-    say(tmp_path, {**START, "datasets": {"a": {}, "b": {}}})
+    say(tmp_path, {**START, "datasets": {"a": {"pairs": 9}, "b": {"pairs": 9}}})
     fast = {"samples_per_s": 100.0, "step_time_ms": 100.0}
     slow = {"samples_per_s": 10.0, "step_time_ms": 1000.0}
     say(tmp_path, *(step_event(k, steady=True, **(fast if k % 2 else slow)) for k in range(1, 101)))
@@ -265,7 +266,7 @@ def test_a_request_is_answered_by_its_own_flip_or_a_later_one(tmp_path):
 
 
 def test_a_cold_flip_is_relaunching_until_it_is_answered(tmp_path):
-    followed = history(tmp_path, step_event(1), {"kind": "relaunch", "time": 1002.0, "step": 1, "revision": 1})
+    followed = history(tmp_path, step_event(1), {**make_event("relaunch", 1), "time": 1002.0})
     said = [followed.answer(1, "FSDP2 on")]
     for event in ({**START, "step": 1}, step_event(2), flip_event(1, 2, cold=True, phases={"fsdp2": True})):
         say(tmp_path, event)

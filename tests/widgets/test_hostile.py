@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import ipywidgets
 import pytest
+from made_runs import fields, make_event
 from test_charts import START, effect_event, flip_event, step_event
 
 from upsnb import hardware
@@ -22,17 +23,17 @@ EVENTS = [
     *(step_event(k, epoch=k, optimizer="a", gradient_norm=1.0) for k in range(1, 9)),
     {"kind": "telemetry", "time": 1004.0, "step": 4, "utilisation_percent": [3.0], "power_w": [9.0], "clock_mhz": [1]},
     {"kind": "progress", "time": 1004.0, "step": 4, "message": "reading"},
-    {"kind": "eval", "time": 1005.0, "step": 5, "time_s": 2.5, "val_nrmse": {"waves": 0.3}, "best": True},
+    {"kind": "eval", "time": 1005.0, "step": 5, **fields("eval", time_s=2.5)},
     {"kind": "checkpoint", "time": 1005.0, "step": 5, "roles": ["best"], "revision": None},
     {**flip_event(1, 5), "skipped": {"fused": "no kernel"}},
     effect_event(1, 6),
     flip_event(2, 6, changes={}, phases={}, skipped={"fused": "no kernel"}),
     flip_event(3, 7, applied=False, changes={}, phases={}, reason="rank 0: 1 problem\n  too few pairs"),
-    {"kind": "relaunch", "time": 1007.0, "step": 7, "revision": 4, "changes": {"training.num_gpus": 2}},
+    {**make_event("relaunch", 7, revision=4, changes={"training.num_gpus": 2}), "time": 1007.0},
     {"kind": "guard", "time": 4e9, "step": 7, "guard": "nonfinite", "action": "off", "reason": "why", "phase": "bf16"},
     {"kind": "warning", "time": 4e9, "step": 7, "message": "slow"},
 ]
-END = {"kind": "end", "time": 1010.0, "step": 8, "reason": "time", "train_time_s": 4.0, "epochs": 2}
+END = {**make_event("end", 8), "time": 1010.0}
 
 
 class Markup(HTMLParser):
@@ -106,6 +107,7 @@ def test_no_field_of_an_event_becomes_markup(folder):
             ended = [END] if number % 2 else []
             write(folder, [*EVENTS[:number], put(EVENTS[number], path, as_key), *EVENTS[number + 1 :], *ended])
             seen += check(panel, f"{EVENTS[number]['kind']}: {'.'.join(map(str, path))}")
+            assert "the panel stopped" not in panel._note.value
     for path, as_key in places(END):
         write(folder, [*EVENTS, put(END, path, as_key)])
         check(panel, f"end: {'.'.join(map(str, path))}")

@@ -229,6 +229,7 @@ FLIP = {
     "step": 7,
     "revision": 2,
     "overlay": {"training.num_gpus": 2},
+    "changes": {"training.num_gpus": 2},
     "since": 0.0,
     "phases_on": [],
 }

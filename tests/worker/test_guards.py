@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_runs import fields
 from torch._inductor.exc import CppCompileError
 
 from upsnb import config as configs
@@ -363,7 +364,7 @@ def test_a_refused_request_for_less_is_not_made_again(crashed):
     supervisor, end = crashed(batch_size=6)
     assert supervisor._shrink(end.cause)
     events = runfolder.EventWriter(supervisor.folder)
-    events.write("flip", 0, revision=1, applied=False, changes={})
+    events.write("flip", 0, revision=1, applied=False)
     assert not supervisor._shrink(end.cause)
 
 
@@ -401,7 +402,8 @@ class Panel:
     def measure(self, revision, on, ratio, spread=0.01, **more):
         changes = {OFFLOAD: on, **more}
         ci = [ratio - spread, ratio + spread]
-        self.events.write("flip_effect", self.step, revision=revision, changes=changes, ratio=ratio, ci95=ci)
+        told = fields("flip_effect", revision=revision, changes=changes, ratio=ratio, ci95=ci)
+        self.events.write("flip_effect", self.step, **told)
 
     def after_step(self):
         self.step += 1
@@ -481,7 +483,7 @@ def reference(folder, config, *curve):
     events = runfolder.EventWriter(folder)
     for number, value in enumerate(curve):
         scores = {"advection": value, "darcy": value}
-        events.write("eval", number, epoch=2 * number + 1, split="validation", val_nrmse=scores)
+        events.write("eval", number, **fields("eval", epoch=2 * number + 1, val_nrmse=scores))
     events.close()
     return {"guards.validation_reference": str(folder)}
 

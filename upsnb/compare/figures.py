@@ -195,9 +195,9 @@ def curves(runs: dict[str, list[Run]]) -> dict[str, list[tuple]]:
     for name, those in runs.items():
         for run in those:
             evals = run.events(("eval",))
-            (first, *_) = run.events(("start",))
+            per_step = next((event["samples_per_step"] for event in run.events(("start",))), np.nan)
             times = [event["time_s"] for event in evals]
-            samples = [event["step"] * first["samples_per_step"] for event in evals]
+            samples = [event["step"] * per_step for event in evals]
             found.setdefault(name, []).append((times, samples, [score(event) for event in evals]))
     return found
 

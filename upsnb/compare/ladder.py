@@ -16,7 +16,7 @@ import yaml
 from upsnb import hardware, overlays, phases
 from upsnb.compare.search import recommend, told
 from upsnb.compare.turns import ENDLESS, Turns, measure_beside
-from upsnb.compare.verdict import score
+from upsnb.compare.verdict import last_score
 from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
@@ -184,7 +184,7 @@ class Measurements:
             config = overlays.apply(config, {**length, "training.time_limit_s": None})
             run = handle.start(config, self.folder / "quality" / name.replace(" ", "-"))
             run.wait()
-            self.quality_of[key] = score(run.events(("eval",))[-1])
+            self.quality_of[key] = last_score(run)
         return self.quality_of[key]
 
     def close(self) -> None:

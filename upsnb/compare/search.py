@@ -20,7 +20,7 @@ import numpy as np
 
 from upsnb import hardware, overlays, phases
 from upsnb.compare.turns import ENDLESS, Turns
-from upsnb.compare.verdict import score
+from upsnb.compare.verdict import last_score
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, RunFailed
 from upsnb.hardware import Hardware
@@ -197,7 +197,7 @@ class Search:
             run = handle.start(config, self.folder / "quality" / f"{name}-{epochs}-{seed}".replace(" ", "-"))
             try:
                 run.wait()
-                self.errors[key] = score(run.events(("eval",))[-1])
+                self.errors[key] = last_score(run)
             except RunFailed:
                 if name == BASELINE:
                     raise

@@ -36,6 +36,18 @@ def score(event: dict) -> float:
     return float(np.mean([np.nan if value is None else value for value in event["val_nrmse"].values()]))
 
 
+def last_score(run: Run) -> float:
+    """`score` of a run's last validation.
+
+    Raises:
+        RunError: it has none.
+    """
+    evals = run.events(("eval",))
+    if not evals:
+        raise RunError(f"{run.folder}: has no validation -> look at {run.folder / runfolder.LOG}")
+    return score(evals[-1])
+
+
 def time_to_quality(events: list[dict], target: float) -> float | None:
     """Training time, compilation included, until the first validation whose nRMSE is no higher than `target` [s]."""
     for event in events:

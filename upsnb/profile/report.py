@@ -185,8 +185,10 @@ def start_up(run: Run, events: list[dict]) -> dict[str, float]:
 
     Compiling is in "first steps"; where it goes on later, compile events say so.
     """
-    number = max(index for index, event in enumerate(events) if event["kind"] == "start")
-    start, rest = events[number], events[number:]
+    rest = events[max((index for index, event in enumerate(events) if event["kind"] == "start"), default=len(events)) :]
+    if not rest:  # its line is damaged
+        return {}
+    start = rest[0]
     launched = run.manifest["segments"][-1]["started"]
     built = dict(start["build_s"])
     first = next((event for event in rest if event["kind"] == "first_step"), None)

@@ -9,9 +9,140 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # typing's own is not enough for pydantic before Python 3.12
 
 from upsnb.errors import RunError
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Least0 = Annotated[Number, Field(ge=0)]
+Above0 = Annotated[Number, Field(gt=0)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _or(kind: Any, default) -> Any:
+    """A field that older versions did not write, and what it says where it is missing."""
+    return Annotated[kind, Field(default=default)]
+
+
+def _pair(kind: Any) -> Any:
+    return Annotated[list[kind], Field(min_length=2, max_length=2)]
+
+
+_EVENT = {"kind": str, "time": Number, "step": Count, "stage": _or(str | None, None)}
+_ANSWER = {
+    "revision": Count,
+    "applied": bool,
+    "reason": _or(str | None, None),
+    "changes": _or(dict[str, Any], {}),
+    "phases": _or(dict[str, bool], {}),
+}
+FIELDS = {  # of each kind, beside those of every event; what reads events relies on these and on no others
+    "segment": {"number": Count},
+    "progress": {"message": str},
+    "start": {
+        "num_ranks": Count,
+        "device": str,
+        "parameters": Count,
+        "samples_per_step": Count,
+        "datasets": dict[str, TypedDict("StartDataset", {"pairs": Count})],
+        "phases_on": NotRequired[list[str]],
+        "total_steps": _or(Count | None, None),
+        "time_limit_s": _or(Least0 | None, None),
+        "build_s": _or(dict[str, Number], {}),
+    },
+    "first_step": {"since_launch_s": Number},
+    "step": {
+        "epoch": Count,
+        "time_s": Number,  # of training, all launches
+        "step_time_ms": Above0,
+        "samples_per_s": Least0,
+        "data_wait_ms": Least0,
+        "peak_memory_gib": Least0,
+        "loss": Number | None,
+        "losses": dict[str, Number | None],
+        "datasets": list[str],
+        "steady": bool,
+        "learning_rate": _or(Number | None, None),
+    },
+    "compile": {"graphs": Count, "duration_s": Least0},
+    "eval": {
+        "epoch": Count,
+        "time_s": Number,
+        "val_nrmse": Annotated[dict[str, Least0 | None], Field(min_length=1)],
+        "best": bool,
+        "split": _or(str, "validation"),
+    },
+    "checkpoint": {"revision": _or(Count | None, None)},
+    "telemetry": dict.fromkeys(  # an entry per local rank
+        ("utilisation_percent", "power_w", "clock_mhz"), _or(list[Number | None], [])
+    ),
+    "flip": {
+        **_ANSWER,
+        "phases_on": NotRequired[list[str]],
+        "skipped": _or(dict[str, str], {}),
+        "cold": _or(bool, False),
+        "duration_ms": _or(Number | None, None),
+    },
+    "flip_effect": {
+        "revision": Count,
+        "changes": _or(dict[str, Any], {}),
+        "ratio": Above0,
+        "ci95": _pair(Above0),
+        "memory_gib": _pair(Least0),
+    },
+    "measuring": _ANSWER,
+    "turn": {
+        "revision": Count,
+        "arm": Count,
+        "num_rounds": Count,
+        "median": _or(Number | None, None),
+        "ci95": _or(_pair(Number | None), [None, None]),
+    },
+    "relaunch": {
+        "revision": Count,
+        "since": Number,  # Unix time of the request
+        "changes": dict[str, Any],
+        "overlay": dict[str, Any],
+        "phases_on": list[str],
+        "skipped": _or(dict[str, str], {}),
+    },
+    "paused": {"revision": _or(Count | None, None)},
+    "resumed": {"revision": _or(Count | None, None), "paused_s": Least0},
+    "restored": {
+        "revision": Count,
+        "applied": bool,
+        "reason": _or(str | None, None),
+        "from_step": _or(Count | None, None),
+    },
+    "profile": {"revision": _or(Count | None, None), "files": list[str]},
+    "guard": {
+        "guard": str,
+        "action": str,
+        "reason": str,
+        "revision": _or(Count | None, None),
+        "changes": _or(dict[str, Any], {}),
+        "size": _or(_pair(Count) | None, None),  # microbatch and accumulation, where memory ran out
+    },
+    "warning": {"message": str},
+    "end": {
+        "reason": str,
+        "train_time_s": Number,
+        "epochs": Count,
+        "peak_memory_gib": Annotated[list[Least0], Field(min_length=1)],  # of each rank
+        "memory_kind": str,
+    },
+}
+
+
+@cache
+def _shape(kind: str) -> TypeAdapter:
+    shape = TypedDict("Event", {**_EVENT, **FIELDS.get(kind, {})})
+    return TypeAdapter(with_config(ConfigDict(strict=True, extra="allow"))(shape))
 
 
 def events_path(folder: Path, rank: int = 0) -> Path:
@@ -83,7 +214,7 @@ class Tail:
 
     def __init__(self, folder: Path, kinds=None, rank: int = 0):
         self.path = events_path(folder, rank)
-        self._starts = kinds and tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
+        self._kinds = kinds
         self._offset = 0
 
     def read(self) -> list[dict]:
@@ -99,15 +230,27 @@ class Tail:
         data = data[: data.rfind(b"\n") + 1]
         start, self._offset = self._offset, self._offset + len(data)
         lines = data.splitlines()
-        if self._starts:  # kind comes first in a line, so unwanted lines need no parsing
-            lines = [line for line in lines if line.startswith(self._starts)]
+        if self._kinds:  # kind comes first in a line, so unwanted lines need no parsing
+            starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in self._kinds)
+            lines = [line for line in lines if line.startswith(starts)]
         try:
             events = json.loads(b"[" + b",".join(lines) + b"]")  # 100,000 lines: 0.3 s, against 0.5 one by one
-            if all(map(_is_event, events)):
-                return events
+            if len(events) != len(lines):
+                raise ValueError("two in a line")
         except (ValueError, RecursionError):
-            pass
-        return [self._parse(line, start) for line in lines]
+            events = map(_parsed, lines)
+        events = [_whole(event) for event in events]
+        odd = [number for number, event in enumerate(events) if event is None]
+        whole = [event for event in events if event is not None]
+        if odd and (not self._kinds or "warning" in self._kinds):
+            near = whole[min(odd[0], len(whole) - 1)] if whole else {"time": time.time(), "step": 0}
+            message = (
+                f"{self.path.name}: {len(odd)} of {len(events)} lines after byte {start} are damaged or lack what "
+                f"this version reads, the first is {lines[odd[0]][:80]!r} -> they are left out"
+            )
+            warning = {"kind": "warning", "time": near["time"], "step": near["step"], "stage": None, "message": message}
+            whole.insert(odd[0], warning)
+        return whole
 
     def skip(self, num_bytes: int) -> None:
         """Begin with the first whole line after the file's first `num_bytes`."""
@@ -115,29 +258,20 @@ class Tail:
             file.seek(max(0, num_bytes - 1))
             self._offset = file.tell() + len(file.readline()) if num_bytes else 0
 
-    def _parse(self, line: bytes, start: int) -> dict:
-        event = _parsed(line)
-        if event is None:
-            message = f"{self.path.name}: a line after byte {start} is damaged: {line[:80]!r}"
-            event = {"kind": "warning", "time": time.time(), "step": None, "message": message}
-        return event
 
-
-def _is_event(value) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("kind"), str)
-        and isinstance(value.get("time"), (int, float))
-        and isinstance(value.get("step", ""), (int, type(None)))
-    )
-
-
-def _parsed(line: bytes) -> dict | None:
-    """The event in a line; None where it is damaged."""
+def _parsed(line: bytes):
+    """What a line says; None where it is damaged."""
     with contextlib.suppress(ValueError, RecursionError):
-        event = json.loads(line)
-        return event if _is_event(event) else None
-    return None
+        return json.loads(line)
+
+
+def _whole(found) -> dict | None:
+    """An event with all fields of its kind, those too that its version did not write; None for anything else."""
+    try:
+        kind = found["kind"]
+        return _shape(kind if kind in FIELDS else "").validate_python(found)
+    except (KeyError, TypeError, ValidationError):
+        return None
 
 
 def read_events(folder: Path, kinds=None, rank: int = 0) -> list[dict]:
@@ -168,7 +302,7 @@ def _last(data: mmap.mmap, start: bytes) -> dict | None:
         before = begin
         end = data.find(b"\n", begin)
         if end >= 0 and (begin == 0 or data[begin - 1 : begin] == b"\n"):  # a whole line, not a text within one
-            event = _parsed(data[begin:end])
+            event = _whole(_parsed(data[begin:end]))
             if event is not None:  # else the one before it is the last that says something
                 return event
     return None

@@ -6,6 +6,7 @@ Loads no torch, so that the supervisor can decide on a relaunch without it.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,9 +130,8 @@ def ask_for_less(folder: Path, base: RunConfig, config: RunConfig, reason: str, 
         False where the guard is off, nothing is smaller, or the last such request was refused.
     """
     shrunk = [e for e in runfolder.read_events(folder, ("guard",)) if e["action"] == "shrink"]
-    answers = [
-        e for e in runfolder.read_events(folder, ("flip",)) if shrunk and e["revision"] >= shrunk[-1]["revision"]
-    ]
+    since = (shrunk[-1]["revision"] or 0) if shrunk else math.inf
+    answers = [e for e in runfolder.read_events(folder, ("flip",)) if e["revision"] >= since]
     if answers and not answers[0]["applied"]:
         return False
     with contextlib.suppress(ConfigError):  # a request that makes no config is about to be refused

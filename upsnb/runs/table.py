@@ -171,7 +171,7 @@ def _followed(folder: Path, damage: list[str]) -> dict:
     start, step = last.get("start", {}), last.get("step", {})
     said = [last[kind] for kind in ("start", "flip") if kind in last]
     phases_on = max(said, key=lambda event: event["time"]).get("phases_on") if said else None
-    ended = "end" in last and last["end"]["time"] >= last["segment"]["time"]
+    ended = "end" in last and last["end"]["time"] >= last.get("segment", last["end"])["time"]
     evaluation = _read(folder / runfolder.EVALUATION, damage) if ended else {}
     return {
         "train_time_s": step.get("time_s"),

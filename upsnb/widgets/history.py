@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from upsnb.phases import label
-from upsnb.runs.events import Tail
+from upsnb.runs.events import FIELDS, Tail
 from upsnb.runs.throughput import TURN_ENDS, turns_with
 from upsnb.widgets.progress import progress
 
@@ -130,11 +130,11 @@ class Flip:
     @property
     def measuring(self) -> str:
         """`measuring`, and how far that is."""
-        if not self.turn.get("num_rounds"):
+        if self.turn.get("median") is None:
             return "measuring"
         said = f"measuring, round {self.turn['num_rounds'] + 1}: \N{MULTIPLICATION SIGN}{self.turn['median']:.2f}"
         low, high = self.turn["ci95"]
-        return said if low is None else f"{said} [{low:.2f}, {high:.2f}] so far"
+        return said if None in (low, high) else f"{said} [{low:.2f}, {high:.2f}] so far"
 
 
 @dataclass
@@ -183,7 +183,7 @@ class History:
                 self._take(kind, event)
         self._take_steps(steps)
         if telemetry:
-            columns = {name: np.array([_mean(e.get(name)) for e in telemetry]) for name in TELEMETRY_FIELDS}
+            columns = {name: np.array([_mean(e[name]) for e in telemetry]) for name in TELEMETRY_FIELDS}
             self.telemetry.append({"time": np.array([e["time"] for e in telemetry]), **columns})
         if events:
             self.launched = self.launched or events[0]["time"]
@@ -197,7 +197,7 @@ class History:
         self.steps.cut(int(np.searchsorted(self.steps["step"], steps[0]["step"])))
 
         def column(name: str) -> np.ndarray:
-            return np.array([event.get(name) for event in steps], float)  # None becomes NaN
+            return np.array([event[name] for event in steps], float)  # None becomes NaN
 
         columns = {name: column(name) for name in STEP_FIELDS}
         duration_ms, steady = column("step_time_ms"), column("steady") > 0
@@ -246,7 +246,8 @@ class History:
             self.warnings = [*self.warnings, event][-MOST_WARNINGS:]
 
     def _take_flip(self, event: dict) -> None:
-        flip = Flip(**{name: event[name] for name in Flip.__dataclass_fields__ if name in event})
+        fields = Flip.__dataclass_fields__.keys() & {"step", *FIELDS[event["kind"]]}
+        flip = Flip(**{name: event[name] for name in fields})
         flip.in_turns, before = event["kind"] == "measuring", self._by_revision.get(flip.revision)
         if flip.in_turns and before is not None:  # over, before there was anything to measure
             before.applied, before.reason = flip.applied, flip.reason
@@ -347,5 +348,5 @@ def plain(value) -> str:
 
 def _mean(values) -> float:
     """Over the devices that told; NaN if none did."""
-    told = [value for value in values or () if value is not None]
+    told = [value for value in values if value is not None]
     return sum(told) / len(told) if told else math.nan

@@ -116,7 +116,9 @@ def warning(history: History) -> str:
     if not history.warnings or time.time() - history.warnings[-1]["time"] > 60:
         return ""
     event = history.warnings[-1]
-    return event.get("message") or ", ".join(
+    if event["kind"] == "warning":
+        return event["message"]
+    return ", ".join(
         f"{key} {plain(value)}" for key, value in event.items() if key not in ("kind", "time") and value is not None
     )
 

@@ -49,7 +49,7 @@ class Guards:
     def _remember(self) -> None:
         """Take up what earlier launches of this run did and measured."""
         for event in runfolder.read_events(self.folder, ("guard",)):
-            if event["guard"] == "out_of_memory":
+            if event["guard"] == "out_of_memory" and event["size"]:
                 self.memory.take(event["action"], tuple(event["size"]), event["step"])
             self.judged_reference |= event["guard"] == "validation_reference"
         self.offload.judged = any(overhead(event) for event in self.tail.read())
