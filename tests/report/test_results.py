@@ -32,7 +32,7 @@ KEYS = {
         "compile_s",
         "data_wait_share",
     ),
-    *("memory_kind", "hardware", "versions", "code_revision", "date", "seeds", "num_launches", "settings"),
+    *("memory_kind", "hardware", "versions", "code_revision", "date", "seeds", "num_launches", "verdicts", "settings"),
 }
 
 
