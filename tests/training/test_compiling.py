@@ -1,7 +1,6 @@
 """Compiled steps: how many graphs there are, what is left outside, when one is made anew, and what is kept on disk."""
 
 import contextlib
-import importlib
 import os
 import subprocess
 import sys
@@ -168,15 +167,6 @@ def test_on_a_cpu_and_under_fsdp2_parts_are_compiled_instead_each_kind_once_a_da
         assert AS_A_WHOLE(on_cuda, TrainingConfig(compile=True, **settings)) == whole
     monkeypatch.setattr(setup.model, "compiled", list)
     assert AS_A_WHOLE(setup.objective, TrainingConfig(compile=True)), "what has no parts"
-
-
-def test_torch_is_told_of_vector_units_that_the_compiler_takes_and_of_no_others(monkeypatch):
-    told, units = [], importlib.import_module("torch._inductor.cpu_vec_isa")
-    monkeypatch.setattr(units, "valid_vec_isa_list", lambda: told.append(units.config.cpp.vec_isa_ok))
-    for compiler in ("true", "false", "not-there"):
-        with units.config.patch({"cpp.cxx": (None, compiler)}):
-            compiling.know_vector_units.__wrapped__()
-    assert told == [True] and units.config.cpp.vec_isa_ok is None
 
 
 def test_twenty_steps_of_alternating_datasets_compile_nothing_again(setup):

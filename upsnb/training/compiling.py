@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +14,7 @@ import torch
 from torch import nn
 
 from upsnb.config import TrainingConfig
+from upsnb.training import kernels
 
 BACKEND = "inductor"
 # Per block kind: datasets times what was flipped so far. torch stops at 8 and goes on eagerly, which is no choice here.
@@ -37,8 +35,8 @@ def set_compile(objective: nn.Module, training: TrainingConfig) -> None:
     mode = None if training.compile_mode == "default" else training.compile_mode
     options = {"backend": BACKEND, "mode": mode, "dynamic": False}
     whole = as_a_whole(objective, training)
-    if training.compile and next(objective.parameters()).device.type == "cpu":
-        know_vector_units()
+    if training.compile and BACKEND == "inductor" and next(objective.parameters()).device.type == "cpu":
+        kernels.prepare()
     for module in objective.model.compiled():
         module._compiled_call_impl = None  # where Module.compile puts it; there is no public way back
         if training.compile and not whole:
@@ -87,28 +85,6 @@ def keep_graphs() -> contextlib.AbstractContextManager:
     # DDPOptimizer would cut graphs at its buckets. Parts are small: their gradients are sent while others are computed.
     kept = {"recompile_limit": MOST_GRAPHS, "fail_on_recompile_limit_hit": True, "optimize_ddp": False}
     return torch._dynamo.config.patch(**kept)
-
-
-@functools.cache
-def know_vector_units() -> None:
-    """Tell torch that the vector units of this CPU can be compiled for, where the C++ compiler takes their flags.
-
-    Else torch compiles and loads a program for each kind before its first kernel, one after the other and again in
-    every new cache folder: 20 of the 96 s of processor time that params/darcy_5min.yaml compiled for.
-    """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return
-    units = importlib.import_module("torch._inductor.cpu_vec_isa")
-    present = units.x86_isa_checker()
-    flags = [isa.build_arch_flags() for isa in units.supported_vec_isa_list if set(str(isa).split()) <= set(present)]
-    compiler = units.config.cpp.cxx[-1]
-    try:
-        command = [compiler, *" ".join(flags).split(), "-fsyntax-only", "-x", "c++", os.devnull]
-        subprocess.run(command, capture_output=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return  # torch will find out, and say what is wrong
-    with units.config.patch({"cpp.vec_isa_ok": True}):
-        units.valid_vec_isa_list()  # which torch keeps
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""Kernels of a CPU: compiled a file for each graph, with the same results, and alone where that does not go."""
+
+import importlib
+
+import pytest
+import torch
+
+from upsnb.training import kernels
+
+compiler = importlib.import_module("torch._inductor.async_compile")
+KERNEL = '#include <a.h>\nextern "C"  void kernel(float* out)\n{\n#pragma omp parallel\n}\n'
+
+
+def test_torch_is_told_of_vector_units_that_the_compiler_takes_and_of_no_others(monkeypatch):
+    told, units = [], importlib.import_module("torch._inductor.cpu_vec_isa")
+    monkeypatch.setattr(units, "valid_vec_isa_list", lambda: told.append(units.config.cpp.vec_isa_ok))
+    for command in ("true", "false", "not-there"):
+        with units.config.patch({"cpp.cxx": (None, command)}):
+            kernels.know_vector_units()
+    assert told == [True] and units.config.cpp.vec_isa_ok is None
+
+
+@pytest.mark.parametrize(
+    ("source", "fits"),
+    [
+        (KERNEL, True),
+        (KERNEL.replace("kernel", "other"), False),
+        (KERNEL + KERNEL, False),
+        ("#define SIZE 3\n" + KERNEL, False),
+        ("#if 1\n" + KERNEL + "#endif\n", False),
+    ],
+    ids=["one", "other name", "two functions", "macro", "condition"],
+)
+def test_only_a_single_function_without_macros_joins_others(source, fits):
+    assert kernels.fits(source) == fits
+
+
+class Alone:
+    """What torch's generated code talks to."""
+
+    def cpp_pybinding(self, argtypes, source):
+        return "alone", source
+
+    def wait(self, scope):
+        scope["waited"] = True
+
+    submit = None
+
+
+@pytest.mark.parametrize("trouble", ["another torch", "it fails", "macros"])
+def test_what_cannot_be_compiled_together_is_compiled_alone(monkeypatch, trouble):
+    make = type("AsyncCompile", (Alone,), {"cpp_pybinding": Alone.cpp_pybinding, "wait": Alone.wait})
+    monkeypatch.setattr(compiler, "AsyncCompile", make)
+    if trouble == "another torch":
+        monkeypatch.delattr(importlib.import_module("torch._inductor.codecache"), "CppPythonBindingsCodeCache")
+    kernels.compile_together()
+    assert (make.wait is Alone.wait) == (trouble == "another torch")
+    source = "#define SIZE 3\n" + KERNEL if trouble == "macros" else KERNEL
+    graph, tried = make(), []
+    monkeypatch.setattr(kernels, "begin", lambda *arguments: tried.append(arguments) or 1 / 0)
+    scope = {"first": graph.cpp_pybinding([], source), "other": 3}
+    graph.wait(scope)
+    assert scope == {"first": ("alone", source), "other": 3, "waited": True}
+    assert len(tried) == (trouble == "it fails")
+
+
+def attend(x):
+    """Three kernels, between products."""
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:])
+    return torch.nn.functional.gelu((y @ y.mT).softmax(-1) @ x)
+
+
+@pytest.mark.slow
+def test_kernels_of_a_graph_are_one_file_and_compute_the_same_to_the_last_bit(tmp_path, monkeypatch):
+    found, libraries, x = [], [], torch.randn(2, 40, 24)
+    for own in ("cpp_pybinding", "wait"):  # put back after the test
+        method = getattr(compiler.AsyncCompile, own)
+        monkeypatch.setattr(compiler.AsyncCompile, own, getattr(method, "__wrapped__", method))
+    for name in ("alone", "together", "again"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / ("alone" if name == "alone" else "together")))
+        if name == "together":
+            kernels.compile_together()
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found.append(torch.compile(attend, dynamic=False)(x))
+        libraries.append(len(list(tmp_path.rglob("*.so"))))
+    torch._dynamo.reset()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    alone, together, again = libraries
+    assert alone > 1 and together == alone + 1 == again

@@ -1,0 +1,140 @@
+"""Kernels that torch generates for a CPU: compiled a file for each graph, not one for each kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Thread
+from types import SimpleNamespace
+
+ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
+LEAST = 4  # kernels that are worth a further file, which a further core compiles
+
+
+@functools.cache
+def prepare() -> None:
+    """Make torch compile the kernels of this process fast, from now on."""
+    know_vector_units()
+    compile_together()
+    Thread(target=precompile_header, daemon=True).start()
+
+
+def know_vector_units() -> None:
+    """Tell torch that the vector units of this CPU can be compiled for, where the C++ compiler takes their flags.
+
+    Else torch compiles and loads a program for each kind before its first kernel, one after the other and again in
+    every new cache folder: 20 of the 96 s of processor time that params/darcy_5min.yaml compiled for.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return
+    units = importlib.import_module("torch._inductor.cpu_vec_isa")
+    present = units.x86_isa_checker()
+    flags = [isa.build_arch_flags() for isa in units.supported_vec_isa_list if set(str(isa).split()) <= set(present)]
+    compiler = units.config.cpp.cxx[-1]
+    try:
+        command = [compiler, *" ".join(flags).split(), "-fsyntax-only", "-x", "c++", os.devnull]
+        subprocess.run(command, capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return  # torch will find out, and say what is wrong
+    with units.config.patch({"cpp.vec_isa_ok": True}):
+        units.valid_vec_isa_list()  # which torch keeps
+
+
+def precompile_header() -> None:
+    """Let torch compile the header of all kernels, while the first graph is traced: 8 s, once for a machine."""
+    with contextlib.suppress(Exception):  # torch will do so with the first kernel
+        bindings = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
+        bindings.load_pybinding_async([], 'extern "C" void kernel() {}', submit_fn=lambda work: None)
+
+
+@dataclass
+class Kernel:
+    """One that waits to be compiled with the others of its graph."""
+
+    argtypes: list[str]  # C++ types
+    source: str
+    compiled: object = None  # what Python calls
+
+
+def compile_together() -> None:
+    """Let torch compile the kernels of a graph together, where this version of torch can be told to.
+
+    Of the 1.3 s that a kernel takes, 0.9 s are a compiler that has done nothing yet. A graph's generated code asks for
+    its kernels one by one and then waits for all of them: they are gathered until then. What does not fit into a file
+    with others, or fails there, is compiled alone, as torch does it.
+    """
+    compiler = importlib.import_module("torch._inductor.async_compile")
+    bindings = getattr(importlib.import_module("torch._inductor.codecache"), "CppPythonBindingsCodeCache", None)
+    graph = compiler.AsyncCompile
+    if not (hasattr(graph, "cpp_pybinding") and hasattr(bindings, "load_pybinding_async")):
+        return
+    alone, wait = graph.cpp_pybinding, graph.wait
+
+    @functools.wraps(alone)
+    def cpp_pybinding(self, argtypes: list[str], source: str) -> Kernel:
+        kernel = Kernel(argtypes, source)
+        vars(self).setdefault("kernels", []).append(kernel)
+        return kernel
+
+    @functools.wraps(wait)
+    def wait_for_all(self, scope: dict) -> None:
+        kernels, threads = vars(self).pop("kernels", []), compiler.get_compile_threads()
+        kernels = [kernel for kernel in kernels if fits(kernel.source)]
+        files = min(max(1, min(threads, len(kernels) // LEAST)), len(kernels))
+        with contextlib.suppress(Exception):  # torch's inside is no promise, and there is a way without
+            begun = [begin(kernels[number::files], bindings, self.submit) for number in range(files)]
+            for finish in begun:
+                finish()
+        for name, value in scope.items():
+            if isinstance(value, Kernel):
+                scope[name] = value.compiled or alone(self, value.argtypes, value.source)
+        wait(self, scope)
+
+    graph.cpp_pybinding, graph.wait = cpp_pybinding, wait_for_all
+
+
+def fits(source: str) -> bool:
+    """Whether a kernel can be in a namespace: one function for C, which is `kernel`, and no macros."""
+    directives = set(re.findall(r"^\s*#\s*(\w+)", source, re.MULTILINE))
+    return directives <= {"include", "pragma"} and len(ENTRY.findall(source)) == source.count('extern "C"') == 1
+
+
+def begin(kernels: list[Kernel], bindings: type, submit: Callable) -> Callable[[], None]:
+    """Begin to compile kernels as one file; what is returned waits for it, and gives each what Python calls.
+
+    Each is in a namespace of its own, together with the Python module that torch writes around it; the library has as
+    many modules. Code, flags and the place on disk, by their content, are torch's.
+    """
+    head, bodies, modules = {}, [], []
+    for number, kernel in enumerate(kernels):
+        written: list[str] = []
+        keep = staticmethod(lambda code, *_, kept=written, **__: kept.append(code))
+        module = type("Module", (bindings,), {"entry_function": f"kernel_{number}", "load_async": keep})
+        module.load_pybinding_async(kernel.argtypes, ENTRY.sub("void kernel(", kernel.source))
+        lines = written[0].splitlines()
+        top = [line.strip() for line in lines if line.lstrip().startswith(("#include", "#define"))]
+        head |= dict.fromkeys(top)
+        bodies.append("\n".join(line for line in lines if line.strip() not in head))
+        modules.append(module)
+
+    def load(path: str, key: str) -> SimpleNamespace:
+        found = [getattr(module._load_library_inner(path, key), module.entry_function) for module in modules]
+        return SimpleNamespace(kernels=found)
+
+    file = type("File", (bindings,), {"cache": {}, "_load_library_inner": staticmethod(load)})
+    spaces = [f"namespace graph_kernel_{number} {{\n{body}\n}}" for number, body in enumerate(bodies)]
+    finish = file.load_async("\n".join((*head, *spaces)), submit_fn=submit)
+
+    def give() -> None:
+        for kernel, function in zip(kernels, finish().kernels, strict=True):
+            kernel.compiled = function
+
+    return give
