@@ -69,14 +69,15 @@ def test_a_rehearsal_keeps_all_phases():
 @pytest.mark.parametrize("preset", ["quick", "cpu_optimized", "2gpu_baseline", "4gpu_optimized", "aggressive"])
 def test_a_phase_off_is_the_run_s_own_again(preset, phase):
     base = overlays.load(PARAMS / f"{preset}.yaml", overrides={"foreach": None} if phase.name == "foreach" else {})
-    fused = {"optimizer.fused": False} if phase.name == "foreach" else {}  # they exclude each other
-    on = overlays.apply(base, {**phase.on, **fused})
+    excluded = {"foreach": {"optimizer.fused": False}, "bf16_gradients": {"training.use_fsdp2": False}}
+    others = excluded.get(phase.name, {})
+    on = overlays.apply(base, {**phase.on, **others})
     off = overlays.apply(on, off_overlay(phase, base))
     assert is_on(phase, on) and not is_on(phase, off)
     if is_on(phase, base):  # it has no own values without
         assert overlays.difference(off, overlays.apply(off, phase.off)) == {}
     else:
-        assert off == overlays.apply(base, fused)
+        assert off == overlays.apply(base, others)
 
 
 def test_bfloat16_on_and_off_leaves_a_float32_run_in_float32():
@@ -140,7 +141,12 @@ def test_a_setting_that_nothing_reads_yet_is_refused(path, value):
 
 
 def test_cold_phases_are_those_of_processes():
-    assert {phase.name for phase in BY_NAME.values() if not phase.hot} == {"fsdp2", "nccl"}
+    assert {phase.name for phase in BY_NAME.values() if not phase.hot} == {
+        "fsdp2",
+        "nccl",
+        "bf16_gradients",
+        "expandable_segments",
+    }
     assert all(path.startswith(HOT) for phase in BY_NAME.values() if phase.hot for path in phase.on)
 
 
@@ -206,6 +212,41 @@ def test_nccl_variables_are_set_for_the_workers_and_the_users_own_win(tmp_path, 
     (segment,) = runfolder.read_manifest(folder)["segments"]
     assert segment["environment"] == {**supervisor.NCCL_TUNING, **own}
     assert segment["environment_kept"] == ["NCCL_IB_DISABLE"]
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "settings", "reason"),
+    [
+        ("bf16_gradients", GPU, {}, "a single rank"),
+        ("bf16_gradients", GPUS, {"num_gpus": 2, "use_fsdp2": True}, "is DDP's"),
+        ("expandable_segments", CPU, {}, "on the CPU"),
+    ],
+)
+def test_an_extra_is_refused_where_it_acts_on_nothing(name, machine, settings, reason):
+    config = overlays.resolve(settings)
+    assert [reason in problem.found for problem in unmet(BY_NAME[name], config, machine)] == [True]
+    assert not unmet(BY_NAME[name], overlays.resolve({"num_gpus": 2}), GPUS)
+
+
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+    ],
+)
+def test_the_allocator_is_told_before_it_starts_and_the_user_s_word_stays(tmp_path, monkeypatch, own, given):
+    for name in supervisor.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    for on in (True, False):
+        config = overlays.resolve({"expandable_segments": on})
+        watcher = supervisor.Supervisor(runfolder.create(config, tmp_path / str(on)))
+        watcher._open_segment(0, None)
+        assert watcher._environment().get("PYTORCH_ALLOC_CONF") == (given if on else None)
 
 
 def test_a_run_starts_without_the_phases_it_skips_and_says_so(tmp_path, monkeypatch, capsys):

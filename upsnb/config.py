@@ -213,6 +213,8 @@ class TrainingConfig(Section):
     tf32: bool = False  # TensorFloat-32 for float32 matrix products on CUDA
     no_sync: bool = True  # average gradients over ranks once a step, not after every microbatch
     nccl_tuning: bool = False  # NCCL with more sockets, threads and channels, set before the workers start
+    bf16_gradients: bool = False  # DDP sends gradients in bfloat16
+    expandable_segments: bool = False  # CUDA's allocator grows its segments, set before the workers start
     cpu_offload_optimizer: bool = False  # AdamW state in host memory
     use_fsdp2: bool = False  # shard parameters, gradients and optimizer state
     inverse_loss_frequency: PositiveInt = 1  # inverse losses every k-th microbatch

@@ -90,6 +90,18 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
         "set it to false",
     )
     cannot(
+        training.bf16_gradients and training.num_gpus == 1,
+        "training.bf16_gradients",
+        "a single rank sends its gradients to nobody",
+        "set it to false",
+    )
+    cannot(
+        training.expandable_segments and device == "cpu",
+        "training.expandable_segments",
+        "CUDA's allocator has them and this run is on the CPU",
+        "set it to false",
+    )
+    cannot(
         device == "cpu" and training.compile and training.compile_mode == "reduce-overhead",
         "training.compile_mode",
         "reduce-overhead records CUDA graphs and this run is on the CPU",

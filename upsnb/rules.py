@@ -39,6 +39,11 @@ CONFLICTS = (  # settings that exclude each other: names, when, what to say
             "set it to default, or training.use_fsdp2 to false",
         ),
     ),
+    (
+        ("fsdp2", "bf16_gradients"),
+        lambda config: config.training.use_fsdp2 and config.training.bf16_gradients,
+        Problem("training.bf16_gradients", "is DDP's, and FSDP2 averages gradients in float32", "set it to false"),
+    ),
 )
 TAKEN = frozenset(  # names that torch's containers of modules use themselves, so that no dataset can have them
     "T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double "

@@ -197,5 +197,35 @@ def test_a_checkpoint_of_several_ranks_continues_on_one(pair):
     assert checksum(setup.model) == seen(folder, num_ranks)[0]["weights"]
 
 
+RANK = """
+import sys
+import torch
+from upsnb.training import parallel
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+store = torch.distributed.FileStore(f"{folder}/store", 2)
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+layer = torch.nn.Linear(8, 4)
+wrapped = parallel.wrap_ddp(layer, parallel.Ranks(rank, 2, rank), bf16_gradients=True)
+wrapped(torch.load(f"{folder}/inputs.pt")[rank]).sum().backward()
+torch.save(layer.weight.grad, f"{folder}/{rank}.pt")
+torch.distributed.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_gradients_that_are_sent_in_bfloat16_are_the_rounded_mean_on_every_rank(tmp_path):
+    """Of a layer whose outputs are added up: the gradient of its weight is its input, in every row."""
+    inputs = torch.randn(2, 1, 8)
+    torch.save(inputs, tmp_path / "inputs.pt")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path)] for rank in range(2)]
+    started = [subprocess.Popen(command, env=environment) for command in commands]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    mean = (inputs.bfloat16() / 2).sum(0).float()
+    for rank in range(2):
+        assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), mean.expand(4, 8))
+
+
 if __name__ == "__main__":
     worker(Path(sys.argv[1]))

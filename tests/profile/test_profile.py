@@ -318,6 +318,8 @@ def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):
     ddp = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3})
     assert report.bytes_per_step(parameters, ddp, 4) == 2 * 0.75 * 4 * 1400
     assert report.bytes_per_step(parameters, ddp, 1) == 0
+    halved = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3, "training.bf16_gradients": True})
+    assert report.bytes_per_step(parameters, halved, 4) == 0.75 * 4 * 1400
     sharded = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3, "training.use_fsdp2": True})
     assert report.bytes_per_step(parameters, sharded, 4) == 0.75 * (3 * 2 * 4 * 1200 + 4 * 1400)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from upsnb.errors import ConfigError
 from upsnb.hardware import NVIDIA_DRIVER, Hardware
 from upsnb.report.file import finish, number
 from upsnb.runs import runfolder
+from upsnb.runs.supervisor import allocator_environment
 from upsnb.training import parallel
 from upsnb.training.setup import Setup
 from upsnb.training.timing import peak_memory_gib
@@ -124,7 +126,12 @@ def _on_little_data(config: RunConfig, machine: Hardware) -> RunConfig:
 
     Without a GPU smaller: one dataset, two blocks, two pairs; compiling takes a minute for each dataset.
     """
-    settings = {"training.num_gpus": 1, "training.nccl_tuning": False, "training.device": "auto"}
+    settings = {
+        "training.num_gpus": 1,
+        "training.nccl_tuning": False,
+        "training.bf16_gradients": False,
+        "training.device": "auto",
+    }
     settings |= SMALL if machine.device == "cpu" else {}
     batch_size = settings.get("training.batch_size", config.training.batch_size)
     for place, name in enumerate(config.data.datasets):
@@ -177,7 +184,9 @@ def _row(trial: Trial, folder: Path, num_steps: int, limit_s: float) -> dict:
     configs.save(trial.config, own / runfolder.CONFIG)
     command = [sys.executable, "-m", "upsnb.compare.check", str(own), str(folder / "data"), str(num_steps)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=runfolder.project_root())
+        environment = os.environ | allocator_environment(trial.config)
+        options = {"capture_output": True, "text": True, "cwd": runfolder.project_root(), "env": environment}
+        done = subprocess.run(command, timeout=limit_s, **options)
     except subprocess.TimeoutExpired:
         return {**row, "verdict": FAILED, "why": f"not done after {limit_s:g} s"}
     (own / "log.txt").write_text(done.stdout + done.stderr)

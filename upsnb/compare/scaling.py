@@ -68,7 +68,12 @@ def plan(
         raise ConfigError(problems, "the scaling")
     devices = machine.num_devices if machine.device == "cuda" else 0
     rehearsal = base.training.device == "cpu" or devices < 2
-    one = {"training.num_gpus": 1, "training.use_fsdp2": False, "training.nccl_tuning": False}
+    one = {
+        "training.num_gpus": 1,
+        "training.use_fsdp2": False,
+        "training.nccl_tuning": False,
+        "training.bf16_gradients": False,
+    }
     if rehearsal:
         one |= {"training.device": "cpu", "training.threads_per_rank": base.training.threads_per_rank or 1}
     reference = overlays.apply(base, one)

@@ -103,7 +103,7 @@ def mean_parts(ranks: list[Mapping]) -> dict[str, float]:
 def bytes_per_step(parameters: Mapping, config: RunConfig, num_ranks: int) -> float:
     """Bytes that each rank sends in one optimizer step, computed from parameter counts.
 
-    DDP: ring all-reduce of float32 gradients, 2 (n - 1) / n of them, once a step (`no_sync`) or after every microbatch.
+    DDP: ring all-reduce of gradients, 2 (n - 1) / n of them, once a step (`no_sync`) or after every microbatch.
     FSDP2: all-gather of the weights for forward and again for backward, (n - 1) / n of them in the autocast dtype, for
     every microbatch and of the parts that its dataset uses; reduce-scatter of float32 gradients, (n - 1) / n. Muon's
     products of sharded matrices, which exchange more, are not in it; a profile's collectives are.
@@ -116,7 +116,7 @@ def bytes_per_step(parameters: Mapping, config: RunConfig, num_ranks: int) -> fl
     averages = 1 if training.no_sync else training.accum_steps
     part = (num_ranks - 1) / num_ranks
     if not training.use_fsdp2:
-        return 2 * part * 4 * everything * averages
+        return 2 * part * (2 if training.bf16_gradients else 4) * everything * averages
     used = parameters["operator"] + sum(codecs.values()) / len(codecs)
     width = 2 if training.amp and training.amp_dtype != "float32" else 4
     gathered = 2 * width * used * training.accum_steps
@@ -236,7 +236,7 @@ def findings(report: Mapping, config: RunConfig, machine: Hardware) -> list[dict
     add(shares[OPTIMIZER], f"{shares[OPTIMIZER]:.0%} of a step is the optimizer", "fused", "foreach")
     sent = shares[COMMUNICATION]
     said = f"{sent:.0%} of a step is communication that no computation hides"
-    add(sent, said, "no_sync", "nccl")
+    add(sent, said, "no_sync", "bf16_gradients", "nccl")
     passes = shares[FORWARD] + shares[INVERSE] + shares[BACKWARD]
     if report["mfu"] < LOW_MFU:
         said = f"{passes:.0%} of a step computes at {report['mfu']:.0%} of the matrix peak"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from upsnb import config as configs
 from upsnb import overlays
+from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import checkpoint_index, files, postmortem, recovery, runfolder
 from upsnb.runs.postmortem import Ending
@@ -38,6 +39,16 @@ NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicat
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
 # glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
 KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
+# read by CUDA's allocator when it starts; the second is the older name
+ALLOCATOR, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments"
+
+
+def allocator_environment(config: RunConfig) -> dict[str, str]:
+    """What to start a process with for training.expandable_segments, beside what the user told the allocator."""
+    own = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "")
+    if not config.training.expandable_segments or EXPANDABLE in own:
+        return {}
+    return {ALLOCATOR[0]: ",".join(filter(None, (own, f"{EXPANDABLE}:True")))}
 
 
 class Supervisor:
@@ -251,6 +262,7 @@ class Supervisor:
             # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **{name: os.environ.get(name, value) for name, value in KEEP_FREED_PAGES.items()},
+            **allocator_environment(self.config),
             # Beside the runs, because torch's own place is gone with /tmp: the second run compiles nothing anew.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
                 "TORCHINDUCTOR_CACHE_DIR", str(self.folder.parent / runfolder.COMPILE_CACHE)

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -121,20 +122,27 @@ _SYNC_BUFFERS = (  # torch 2.13 renamed it and warns about the old name
 )
 
 
-def wrap_ddp(module: nn.Module, ranks: Ranks) -> nn.Module:
+def wrap_ddp(module: nn.Module, ranks: Ranks, bf16_gradients: bool = False) -> nn.Module:
     """`module` with gradients averaged over ranks; unchanged for a single rank.
 
     Every parameter has to have a gradient in every backward pass that averages (`Objective.touch_all`): looking for
     those without one would walk the graph each time.
+
+    Args:
+        bf16_gradients: send them in bfloat16; what is left in each rank's float32 gradients is the rounded mean.
     """
     if ranks.world_size == 1:
         return module
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         module,
         device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
         **{_SYNC_BUFFERS: False},  # buffers here are constants; sending them costs a message a forward
         gradient_as_bucket_view=True,  # saves one copy of all gradients
     )
+    if bf16_gradients:
+        # By another name: torch refuses its own hook without NCCL, and gloo adds bfloat16 as well.
+        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+    return wrapped
 
 
 def shard(module: nn.Module, parts: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype | None) -> nn.Module:

@@ -438,7 +438,7 @@ def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ra
     if training.use_fsdp2:
         objective.touch_any = True
         return parallel.shard(objective, objective.model.units(), ranks, precision.amp_dtype(config))
-    return parallel.wrap_ddp(objective, ranks)
+    return parallel.wrap_ddp(objective, ranks, training.bf16_gradients)
 
 
 def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> Surrogate:
