@@ -64,6 +64,7 @@ def profile(tiny_config, train_here, monkeypatch, tmp_path):
     monkeypatch.setattr(recorder, "TIMED_STEPS", 4)
     monkeypatch.setattr(recorder, "TRACED_STEPS", 2)
     monkeypatch.setattr(flops, "SIZES", {"cpu": (128,)})
+    monkeypatch.setattr(flops, "COPIED", 1000)
     folder, asked = tmp_path / "profile", []
 
     def ask(step):

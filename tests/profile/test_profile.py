@@ -23,6 +23,7 @@ def few_steps(monkeypatch):
     monkeypatch.setattr(recorder, "TIMED_STEPS", 4)
     monkeypatch.setattr(recorder, "TRACED_STEPS", 2)
     monkeypatch.setattr(flops, "SIZES", {"cpu": (128,)})
+    monkeypatch.setattr(flops, "COPIED", 1000)
 
 
 class Work(TorchDispatchMode):
@@ -165,6 +166,15 @@ def test_operations_of_a_linear_layer_are_those_counted_by_hand():
     assert flops.count(lambda: layer(x).sum()) == 3 * one
 
 
+def test_bytes_of_products_are_those_counted_by_hand_without_attention_s_scores():
+    layer, x = nn.Linear(24, 40, bias=False), torch.randn(16, 24, requires_grad=True)
+    one = 4 * (16 * 24 + 24 * 40 + 16 * 40)  # two operands and a result; backward has two products of the same three
+    assert flops.count_bytes(lambda: layer(x).relu().sum()) == 3 * one
+    q, k, v = (torch.randn(1, 1, 64, 8, requires_grad=True) for _ in range(3))
+    scores = 4 * 64 * 64
+    assert flops.count_bytes(lambda: nn.functional.scaled_dot_product_attention(q, k, v).square().sum()) < 2 * scores
+
+
 def test_operations_grow_with_the_batch_and_not_with_how_a_step_is_carried_out(tiny_setup):
     setup = tiny_setup(**INVERSE, **SHALLOW)
     base = flops.flops_per_microbatch(setup.config, setup.datasets)
@@ -198,7 +208,12 @@ def test_operations_and_peak_of_a_profile_are_in_the_same_unit(profiled, tiny_se
         _, record = profiled(**SHALLOW)
     setup = tiny_setup(("advection",), **SHALLOW)
     assert record["flops_per_step"] == flops.flops_per_microbatch(setup.config, setup.datasets)["advection"]
-    peak = record["matrix_peak"]
+    floor, peak = report.floor([record], record["matrix_peak"]["tflops"]), record["matrix_peak"]
+    assert floor["bandwidth_gb_per_s"] * 1e9 == pytest.approx(2 * 4 * flops.COPIED / 1e-3, rel=0.01)
+    moved = flops.bytes_per_microbatch(setup.config, setup.datasets)["advection"]
+    state = 2 * record["state_gib"] + record["gradients_gib"]
+    assert floor["nbytes"] == pytest.approx(moved + state * 2**30) and state > 0
+    assert floor["ms"] == pytest.approx(1e3 * record["flops_per_step"] / (peak["tflops"] * 1e12) + floor["bytes_ms"])
     assert (peak["size"], peak["dtype"]) == (128, "float32")
     assert peak["tflops"] * 1e12 == pytest.approx(2 * 128**3 / 1e-3, rel=0.01)  # a product a millisecond
 

@@ -1,8 +1,10 @@
-"""Work of a step, counted, and the most of it that this machine can do: the two halves of MFU.
+"""Work of a step, counted, and the most of it that this machine can do: the two halves of MFU and of a step's floor.
 
 Counted are matrix products and convolutions, as everywhere in this field, and FFTs, which are most of some models;
 elementwise operations and norms are not. One multiplication with its addition is two operations, of complex numbers
 eight. An FFT of N numbers is 5 N log2 N, half of that where one side is real (Cooley and Tukey's count).
+Of bytes, what no fusion can spare is counted: each of these reads its operands and writes its result, and attention is
+one of them, which never writes its scores.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from upsnb import overlays
@@ -23,28 +27,39 @@ from upsnb.data.datasets import Dataset
 from upsnb.models.surrogate import set_attention
 from upsnb.training import stages
 from upsnb.training.losses import active_terms, turn
+from upsnb.training.precision import amp_dtype
 from upsnb.training.timing import elapsed_ms, mark
 
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
-PLAIN = {  # the model's own work: nothing computed twice, attention as its matrix products
+PLAIN = {  # the model's own work: nothing computed twice
     "operator.pdet.use_activation_checkpoint": False,
-    "operator.pdet.attention": "sdpa",  # and "math" once there is a model, where it has any
+    "operator.pdet.attention": "sdpa",  # one operation; "math" where its products are counted
     "training.compile": False,
 }
 SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}  # rows of the square matrices tried
+COPIED = 2**25  # float32 values, 128 MiB: more than most caches hold
 BURST_S = 0.1  # time for one size
 
 
 def flops_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, float]:
-    """Forward and backward of one rank's microbatch by dataset, mean over a turn of the losses.
+    """Forward and backward of one rank's microbatch by dataset, mean over a turn of the losses."""
+    return _per_microbatch(config, datasets, None, "math", count)
 
-    Counted on fake tensors: in a second, on any machine, without memory, and without touching the model that trains.
-    """
+
+def bytes_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, float]:
+    """The same of the bytes that what is counted has to read and write, in the step's dtype."""
+    return _per_microbatch(config, datasets, amp_dtype(config), "sdpa", count_bytes)
+
+
+def _per_microbatch(
+    config: RunConfig, datasets: dict[str, Dataset], dtype: torch.dtype | None, attention: str, counter: Callable
+) -> dict[str, float]:
+    """Counted on fake tensors: in a second, on any machine, without memory or the model that trains."""
     plain, counts = overlays.apply(config, PLAIN), {}
     training, calls = plain.training, 2 if plain.training.lambda_rollout > 0 else 1
     with FakeTensorMode():
         loss = stages.build(plain, datasets)
-        set_attention(loss.model.blocks(), "math")
+        set_attention(loss.model.blocks(), attention)
         loss.generator = torch.Generator()
         for name, dataset in datasets.items():
             spec, found = dataset.spec, {}
@@ -55,7 +70,7 @@ def flops_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dic
             chosen = [active_terms(training, ESTABLISHED, number) for number in range(turn(training))]
             for weights in chosen:
                 if tuple(weights) not in found:
-                    found[tuple(weights)] = count(lambda b=batch, w=weights: loss(b, w, None)[0])
+                    found[tuple(weights)] = counter(lambda b=batch, w=weights: loss(b, w, dtype)[0])
             counts[name] = sum(found[tuple(weights)] for weights in chosen) / len(chosen)
     return counts
 
@@ -87,10 +102,41 @@ COUNTED |= dict.fromkeys((ATEN._fft_r2c, ATEN._fft_c2r, ATEN._fft_c2c), _transfo
 def count(forward) -> int:
     """Floating-point operations of a forward pass that returns a scalar, and of its backward pass."""
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
-        result = forward()
-        if result.requires_grad:
-            result.backward()
+        _both(forward)
     return counter.get_total_flops()
+
+
+def count_bytes(forward) -> int:
+    """Bytes that the same operations of a forward pass that returns a scalar, and of its backward pass, move."""
+    with _Bytes() as counter:
+        _both(forward)
+    return counter.nbytes
+
+
+def _both(forward) -> None:
+    result = forward()
+    if result.requires_grad:
+        result.backward()
+
+
+class _Bytes(TorchDispatchMode):
+    MOVING = {
+        *flop_registry,
+        *COUNTED,
+        ATEN._scaled_dot_product_flash_attention_for_cpu,
+        ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        if function._overloadpacket in self.MOVING:
+            tensors = [leaf for leaf in tree_leaves((arguments, options, result)) if torch.is_tensor(leaf)]
+            self.nbytes += sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)  # less where broadcast
+        return result
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype) -> dict:
@@ -107,29 +153,46 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> dict:
         try:
             # Random: constant bits draw less power, and a GPU computes with them at a clock that no training reaches.
             a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=draws) for _ in range(2))
-            once = _seconds(a, b, 1)  # warms up, and says how many fit into the burst
-            repeats = max(1, int(BURST_S / once))
-            fastest = min(_seconds(a, b, repeats) for _ in range(2))
+            fastest = _fastest(lambda a=a, b=b: a @ b, device)
         except torch.OutOfMemoryError:  # the run's own tensors need the device; smaller sizes have been measured
             break
         tflops = 2 * size**3 / fastest / 1e12
         if tflops > best["tflops"]:
             best |= {"tflops": tflops, "size": size}
-        if once > BURST_S:  # the next one takes eight times as long
+        if fastest > BURST_S:  # the next one takes eight times as long
             break
     return best
 
 
+def bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a copy within the device's memory, with this process's threads [GB/s]."""
+    draws, size = torch.Generator(device).manual_seed(0), COPIED
+    while True:
+        try:
+            source = torch.randn(size, device=device, generator=draws)
+            target = torch.empty_like(source)
+            break
+        except torch.OutOfMemoryError:  # the run's own tensors need the device
+            size //= 2
+    return 2 * source.nbytes / _fastest(lambda: target.copy_(source), device) / 1e9
+
+
+def _fastest(work: Callable, device: torch.device) -> float:
+    """Seconds of one call, mean over a burst of them; of two bursts the faster one."""
+    once = _seconds(work, device, 1)  # warms up, and says how many fit into the burst
+    repeats = max(1, int(BURST_S / once))
+    return min(_seconds(work, device, repeats) for _ in range(2))
+
+
 @torch.no_grad()
-def _seconds(a: torch.Tensor, b: torch.Tensor, repeats: int) -> float:
-    """Of one product, mean over a few in a row."""
-    if a.device.type == "cuda":
-        torch.cuda.synchronize(a.device)
-    begin, host = mark(a.device), time.perf_counter()
+def _seconds(work: Callable, device: torch.device, repeats: int) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin, host = mark(device), time.perf_counter()
     for _ in range(repeats):
-        a @ b
-    end = mark(a.device)
-    if a.device.type == "cuda":
+        work()
+    end = mark(device)
+    if device.type == "cuda":
         end.synchronize()
         return elapsed_ms(begin, end) / 1e3 / repeats
     return (time.perf_counter() - host) / repeats

@@ -151,13 +151,18 @@ class Profiler:
             self.profile.export_chrome_trace(str(path))
             record["trace"] = trace.read(path, self.num_traced)
             if self.ranks.rank == 0:  # the same for all
-                flops = counting.flops_per_microbatch(self.config, self.setup.datasets)
-                record["flops_per_step"] = sum(flops.values()) / len(flops) * self.config.training.accum_steps
+                for kind, counted in (
+                    ("flops", counting.flops_per_microbatch(self.config, self.setup.datasets)),
+                    ("product_bytes", counting.bytes_per_microbatch(self.config, self.setup.datasets)),
+                ):
+                    mean = sum(counted.values()) / len(counted)
+                    record[f"{kind}_per_step"] = mean * self.config.training.accum_steps
         except (RuntimeError, ValueError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
         self.profile = None
         parallel.barrier(self.ranks)  # all ranks multiply at once, as they do in a step
         record["matrix_peak"] = counting.matrix_peak(self.ranks.device, amp_dtype(self.config) or torch.float32)
+        record["bandwidth_gb_per_s"] = counting.bandwidth(self.ranks.device)
         problems = parallel.all_gather_objects(self.ranks, problem)
         if not any(problems):
             runfolder.write_json(self.folder / profile_name(self.ranks.rank), record)
@@ -196,6 +201,7 @@ class Profiler:
             "parts_ms": self.parts_ms,
             "parameters": parameters_by_part(setup.model),
             "state_gib": sum(_local(value).nbytes for value in tensors if torch.is_tensor(value)) / 2**30,
+            "gradients_gib": sum(_local(p).nbytes for p in setup.model.parameters() if p.requires_grad) / 2**30,
             "peak_memory_gib": peak_memory_gib(device),
             "device_memory_gib": machine.device_memory_gib,
         }

@@ -139,6 +139,8 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
     config, ranks = run.current_config, read(run.folder, len(taken[-1]["files"]))
     parts = mean_parts(ranks)
     step_ms = sum(parts.values())
+    timed = range(ranks[0]["first_step"] + 1, ranks[0]["first_step"] + 1 + ranks[0]["num_steps"]["timed"])
+    times_ms = [event["step_time_ms"] for event in events if event["kind"] == "step" and event["step"] in timed]
     shares = {name: value / step_ms for name, value in parts.items()}
     peak = float(np.mean([rank["matrix_peak"]["tflops"] for rank in ranks]))
     marked = {name: sum(rank["parts_ms"][name] for rank in ranks) for name in (FORWARD, INVERSE)}
@@ -148,6 +150,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "device": ranks[0]["device"],
         "num_ranks": len(ranks),
         "step_ms": step_ms,
+        "median_step_ms": float(np.median(times_ms)),  # of those that were timed
         "samples_per_s": steady_throughput(events),
         "parts_ms": parts,
         "shares": shares,
@@ -156,6 +159,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "flops_per_step": ranks[0]["flops_per_step"],  # of one rank, matrix products of forward and backward
         "matrix_peak_tflops": peak,
         "matrix_peak": ranks[0]["matrix_peak"],
+        "floor": floor(ranks, peak),
         "mfu": ranks[0]["flops_per_step"] / (step_ms / 1e3) / (peak * 1e12),
         "communication_ms": float(np.mean([rank["trace"]["communication_ms"] for rank in ranks])),
         "collectives": ranks[0]["trace"]["collectives"],
@@ -173,6 +177,21 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
     report["findings"] = findings(report, config, machine)
     report["questions"] = questions(report, ranks, config)
     return finish(report, folder, run.manifest)
+
+
+def floor(ranks: list[Mapping], peak_tflops: float) -> dict[str, float]:
+    """The time that no step of this work takes less than: its products at the peak, then its bytes at the bandwidth.
+
+    Bytes are those that matrix products read and write, and the optimizer's: state (parameters, moments, averages)
+    read and written once, gradients read.
+
+    Returns:
+        {"ms", "products_ms", "bytes_ms", "nbytes", "bandwidth_gb_per_s"}, of one rank.
+    """
+    first, bandwidth = ranks[0], float(np.mean([rank["bandwidth_gb_per_s"] for rank in ranks]))
+    nbytes = first["product_bytes_per_step"] + (2 * first["state_gib"] + first["gradients_gib"]) * 2**30
+    parts = {"products_ms": first["flops_per_step"] / peak_tflops / 1e9, "bytes_ms": nbytes / bandwidth / 1e6}
+    return {"ms": sum(parts.values()), **parts, "nbytes": nbytes, "bandwidth_gb_per_s": bandwidth}
 
 
 def _shares(rank: Mapping) -> dict[str, float]:
