@@ -10,13 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from upsnb import overlays
 from upsnb.data.batches import Loader
 from upsnb.memory import measure, predict
+from upsnb.models import surrogate
 from upsnb.profile import report
 from upsnb.runs import handle, runfolder
-from upsnb.training import checkpoint, parallel
+from upsnb.runs.supervisor import allocator_environment
+from upsnb.training import checkpoint, evaluation, parallel
+from upsnb.training.compiling import CompileCounter
+from upsnb.training.losses import active_terms
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.worker import telemetry
@@ -29,6 +34,7 @@ CUDA = {"training.device": "cuda"}
 BF16 = {"training.amp": True, "training.amp_dtype": "bfloat16"}
 OFFLOAD = {"training.cpu_offload_optimizer": True, "training.grad_clip": None}
 CUDA_GRAPHS = {"training.compile": True, "training.compile_mode": "reduce-overhead"}
+INVERSE = {"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1}
 
 
 @pytest.fixture
@@ -44,6 +50,28 @@ def train_cuda(tiny_config, train_here):
             parallel.shutdown(ranks)
 
     return train
+
+
+@pytest.fixture
+def cuda_setup(tiny_config):
+    """`cuda_setup(**overlay)`: all that a step on the GPU needs, without a run."""
+    torch._dynamo.reset()
+    made = []
+
+    def make(**overlay):
+        ranks = Ranks(device=torch.device("cuda", 0))
+        made.append(Setup.build(tiny_config(**CUDA, **overlay), Path(), ranks, lambda message: None))
+        return made[-1]
+
+    yield make
+    for setup in made:
+        setup.tf32.set(False)
+    torch._dynamo.reset()
+
+
+def take_steps(setup, count, first=0):
+    epoch = setup.loader.epoch(0)
+    return [setup.step([next(epoch)], first + step, first + step)[0].item() for step in range(count)]
 
 
 def losses(events):
@@ -87,11 +115,52 @@ def test_a_short_run_learns_and_ends(train_cuda, tmp_path, settings):
     assert not any(part in name for name in names for part in ("module.", "_orig_mod."))
 
 
-def test_compiled_steps_are_the_eager_ones_up_to_rounding(train_cuda, tmp_path):
-    adamw = {"optimizer.name": "adamw"}
+@pytest.mark.parametrize(
+    "settings",
+    ({}, {**INVERSE, "training.inverse_loss_frequency": 2}, {"training.query_sampling.num_queries": 20}),
+    ids=("plain", "inverse losses", "points"),
+)
+def test_compiled_steps_are_the_eager_ones_up_to_rounding(train_cuda, tmp_path, settings):
+    adamw = {"optimizer.name": "adamw", **settings}
     eager = train_cuda(tmp_path / "eager", **adamw)
     compiled = train_cuda(tmp_path / "compiled", **adamw, **{"training.compile": True})
     np.testing.assert_allclose(losses(compiled), losses(eager), rtol=5e-3)
+
+
+def test_on_one_gpu_model_and_losses_are_one_graph_and_the_inverse_ones_one_more(cuda_setup):
+    setup = cuda_setup(**INVERSE, **{"training.compile": True, "training.inverse_loss_frequency": 2})
+    counter = CompileCounter()
+    assert vars(setup.objective).keys() >= {*setup.objective.GRAPHS}
+    assert not any(part._compiled_call_impl for part in setup.model.compiled())
+    take_steps(setup, 4)  # two of each dataset, the first with inverse losses
+    found = counter.read()
+    assert (found.graphs, found.graph_breaks) == (4, 0)
+    for on in (False, True):
+        setup.update(overlays.apply(setup.config, {"training.compile": on}))
+        take_steps(setup, 4, first=4)
+    assert not counter.read()
+
+
+def test_a_compiled_microbatch_launches_less_than_half_of_the_kernels(cuda_setup):
+    setup, counts = cuda_setup(**INVERSE), []
+    for on in (False, True):
+        setup.update(overlays.apply(setup.config, {"training.compile": on}))
+        (batch, *_), weights = setup.loader.peek(), active_terms(setup.config.training, 0, 0)
+        setup.loss(batch, weights, torch.bfloat16)[0].backward()  # traces, and settles the allocator
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+            setup.loss(batch, weights, torch.bfloat16)[0].backward()
+            torch.cuda.synchronize()
+        counts.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in taken.events()))
+    assert 0 < counts[1] < counts[0] / 2
+
+
+def test_a_settled_step_in_cuda_graphs_skips_none_and_records_none_again(cuda_setup):
+    setup, counter = cuda_setup(**CUDA_GRAPHS), CompileCounter()
+    take_steps(setup, 12)
+    assert counter.read().cuda_graphs_skipped == 0
+    take_steps(setup, 12, first=12)
+    assert not counter.read()
 
 
 @pytest.mark.parametrize(
@@ -131,6 +200,14 @@ def test_offloaded_moments_lie_in_host_memory_and_come_back(tiny_config):
     setup.update(overlays.apply(setup.config, {"training.cpu_offload_optimizer": False}))
     assert all(state["exp_avg"].is_cuda and int(state["step"]) == 3 for state in step(2).values())
     assert not any(p._post_accumulate_grad_hooks for p in setup.model.parameters())
+
+
+def test_evaluation_computes_in_float32_where_training_does_in_tensorfloat32(cuda_setup):
+    setup = cuda_setup(**{"training.tf32": True})
+    assert torch.backends.cuda.matmul.allow_tf32
+    with evaluation.evaluation_model(setup):
+        assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32
 
 
 def test_tensorfloat32_is_on_during_the_run_and_put_back_after_it(train_cuda, tmp_path):
@@ -223,13 +300,14 @@ def test_one_nccl_rank_averages_over_itself(tiny_setup, monkeypatch):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("name", ("adamw", "muon_hybrid"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
-def test_one_sharded_nccl_rank_trains_as_a_plain_one(tiny_config, train_here, tmp_path, dtype):
+def test_one_sharded_nccl_rank_trains_as_a_plain_one(tiny_config, train_here, tmp_path, dtype, name):
     found = {}
     for sharded in (False, True):
         amp = {"training.amp": dtype != "float32", "training.amp_dtype": dtype}
         settings = {"training.use_fsdp2": sharded, "training.ema_decay": 0.9, "training.accum_steps": 3}
-        config = tiny_config(**CUDA, **amp, **settings, **{"optimizer.name": "adamw"})
+        config = tiny_config(**CUDA, **amp, **settings, **{"optimizer.name": name})
         ranks = parallel.initialise(config)
         try:
             events = train_here(config, tmp_path / str(sharded), ranks=ranks)
@@ -237,16 +315,36 @@ def test_one_sharded_nccl_rank_trains_as_a_plain_one(tiny_config, train_here, tm
             parallel.shutdown(ranks)
         assert events[-1]["reason"] == "epochs"
         found[sharded] = losses(events)
-    np.testing.assert_allclose(found[True], found[False], rtol=1e-3 if dtype == "float32" else 3e-2)
+    exact = dtype == "float32" and name == "adamw"  # Muon multiplies in bfloat16
+    np.testing.assert_allclose(found[True], found[False], rtol=1e-3 if exact else 3e-2)
+
+
+def test_a_step_that_failed_on_a_sharded_rank_can_be_taken_again(tiny_config):
+    def fail(*arguments):
+        raise RuntimeError("on purpose")
+
+    config = tiny_config(**CUDA, **{"training.use_fsdp2": True})
+    ranks = parallel.initialise(config)
+    try:
+        setup = Setup.build(config, Path(), ranks, lambda message: None)
+        hook = setup.model.operator.blocks[-1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            take_steps(setup, 1)
+        hook.remove()
+        setup.discard_step()
+        assert np.isfinite(take_steps(setup, 4)).all()
+    finally:
+        parallel.shutdown(ranks)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_sharded_nccl_ranks_train_as_two_replicated_ones(tiny_config, tmp_path):
+def test_two_nccl_ranks_train_alike_replicated_sharded_and_with_gradients_in_bfloat16(tiny_config, tmp_path):
     found, root = {}, str(Path(__file__).resolve().parents[2])
-    for sharded in (False, True):
-        settings = {"training.num_gpus": 2, "training.use_fsdp2": sharded, "training.accum_steps": 3}
-        folder = tmp_path / str(sharded)
-        runfolder.create(tiny_config(**CUDA, **settings, **{"optimizer.name": "adamw"}), folder)
+    for name in ("replicated", "use_fsdp2", "bf16_gradients"):
+        settings = {"training.num_gpus": 2, "training.accum_steps": 3, "optimizer.name": "adamw"}
+        settings |= {} if name == "replicated" else {f"training.{name}": True}
+        folder = tmp_path / name
+        runfolder.create(tiny_config(**CUDA, **settings), folder)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         done = subprocess.run(
             [*torchrun, "-m", "upsnb.worker", str(folder)],
@@ -255,8 +353,18 @@ def test_two_sharded_nccl_ranks_train_as_two_replicated_ones(tiny_config, tmp_pa
             text=True,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        found[sharded] = losses(runfolder.read_events(folder))
-    np.testing.assert_allclose(found[True], found[False], rtol=1e-3)
+        found[name] = losses(runfolder.read_events(folder))
+    np.testing.assert_allclose(found["use_fsdp2"], found["replicated"], rtol=1e-3)
+    np.testing.assert_allclose(found["bf16_gradients"], found["replicated"], rtol=3e-2)
+
+
+def test_the_allocator_of_a_process_that_is_told_to_grows_its_segments(tiny_config):
+    code = "import torch; x = torch.ones(2**22, device='cuda'); print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
+    for on in (True, False):
+        told = allocator_environment(tiny_config(**CUDA, **{"training.expandable_segments": on}))
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(on)
 
 
 def test_the_driver_tells_power_and_clock_of_a_busy_gpu():
@@ -280,6 +388,24 @@ def test_memory_prediction_is_what_cudas_allocator_saw(tiny_config, settings):
     assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.1)
     assert max(measured.history["allocated_bytes"]) >= 0.9 * measured.nbytes
     assert measured.history["out_of_memory"] is None and measured.history["largest"]
+
+
+def test_what_libraries_keep_for_themselves_is_not_measured(tiny_config):
+    config = tiny_config(**CUDA)
+    measured, predicted = measure.measure(config), predict.predict(config)
+    assert abs(measured.nbytes - predicted.nbytes) < 4 * 2**20  # cuBLAS takes 8 to 32 MiB a handle
+
+
+@pytest.mark.parametrize("settings", (OFFLOAD, {"operator.pdet.attention": "flex"}), ids=("offload", "flex"))
+def test_predicting_takes_no_memory_of_the_gpu_and_none_of_its_random_numbers(tiny_config, settings):
+    config, before = tiny_config(**CUDA, **settings), torch.cuda.get_rng_state()
+    torch.cuda.reset_peak_memory_stats()
+    taken = torch.cuda.memory_allocated()
+    assert predict.predict(config).nbytes > 0
+    assert torch.cuda.max_memory_allocated() == taken
+    measure.measure(config)
+    surrogate.build(config, {})
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_running_out_of_memory_leaves_a_history_that_names_the_line():
@@ -312,3 +438,4 @@ def test_a_profile_of_a_gpu_run_is_made_of_kernels(train_cuda, tmp_path, setting
     assert record["trace"]["inverse_backward_ms"] > 0 and record["trace"]["num_launches"] > 10
     assert sum(traced["busy_ms"] for traced in record["trace"]["parts"].values()) > 0
     assert record["flops_per_step"] > 0 and record["matrix_peak"]["tflops"] > 0
+    assert record["product_bytes_per_step"] > 0 and record["bandwidth_gb_per_s"] > 10
