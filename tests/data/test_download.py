@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from waiting import LONGEST_S
 
 from upsnb import __main__ as command
 from upsnb.data import download, generate, source
@@ -113,6 +114,25 @@ def test_a_call_that_gave_up_keeps_what_has_come_for_the_next(server, tmp_path):
     assert files(tmp_path) == [f".{NAME}.part"]
     server.asked.clear()
     assert download.get(NAME, tmp_path).read_bytes() == server.content and server.asked == ["bytes=20000-"]
+
+
+def test_of_two_downloads_at_once_one_waits_for_the_other(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "POLL_S", 0.01)
+    monkeypatch.setattr(download, "BLOCK", 10_000)
+    waits, found = threading.Event(), []
+    other = threading.Thread(
+        target=lambda: found.append(download.get(NAME, tmp_path, progress=lambda *so_far: waits.set()))
+    )
+
+    def on_block(*so_far):
+        if not other.ident:
+            other.start()
+        assert waits.wait(LONGEST_S)
+
+    path = download.get(NAME, tmp_path, progress=on_block)
+    other.join(LONGEST_S)
+    assert found == [path] and path.read_bytes() == server.content
+    assert len(server.asked) == 1 and files(tmp_path) == [NAME]
 
 
 @pytest.mark.parametrize("says_length", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import io
@@ -10,7 +11,8 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -26,6 +28,7 @@ BLOCK = 2**20  # bytes read at a time
 TIMEOUT_S = 60.0  # of a server that says nothing
 TRIES = 5  # in a row that bring nothing
 WAIT_S = 2.0  # before the second of them; each further one waits twice as long
+POLL_S = 1.0  # between two looks whether another process has fetched the same file
 BROKEN = (OSError, http.client.HTTPException)  # what a network does; urllib's own errors are OSErrors
 
 Progress = Callable[[int, int], None]  # (bytes or samples done, of all)
@@ -47,7 +50,8 @@ def get(name: str, root: str | os.PathLike, first: int | None = None, progress: 
         first: so many samples, in a file that says in its name and its attributes that it is a part.
     Returns:
         Path of the file; it appears under its name only when complete, a whole one when its MD5 is right. What a call
-        has fetched that was interrupted stays beside it, and the next one goes on from there.
+        has fetched that was interrupted stays beside it, and the next one goes on from there. Where another process
+        fetches the same file, this one waits for it.
     Raises:
         DataError: no such file, no room, no connection, or something else under its name.
     """
@@ -57,11 +61,48 @@ def get(name: str, root: str | os.PathLike, first: int | None = None, progress: 
     progress, url = progress or (lambda done, of: None), URL.format(id=file.id)
     path = Path(root) / (name if first is None else f"{Path(name).stem}_first{first}{Path(name).suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if first is None:
-        _get_whole(file, url, path, progress)
-    elif not path.exists():
-        _get_first(family, file, url, path, first, progress)
+    so_far = (lambda: progress(_size(_part(path)), _bytes(file))) if first is None else (lambda: progress(0, first))
+    with _alone(path, so_far):
+        if first is None:
+            _get_whole(file, url, path, progress)
+        elif not path.exists():
+            _get_first(family, file, url, path, first, progress)
     return path
+
+
+@contextmanager
+def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Let nobody else fetch the same file meanwhile; `waiting` is called as long as somebody does."""
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        held = open(lock, "w")
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(held.fileno()), lock.stat()):
+                break
+        except (BlockingIOError, FileNotFoundError):  # held by another, or removed by it since
+            pass
+        held.close()
+        waiting()
+        time.sleep(POLL_S)
+    try:
+        yield
+    finally:
+        lock.unlink()
+        held.close()
+
+
+def _part(path: Path) -> Path:
+    """What has come of a file."""
+    return path.with_name(f".{path.name}.part")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _bytes(file: RemoteFile) -> int:
+    return round(file.size_gib * 2**30)
 
 
 # -- whole files -------------------------------------------------------------------------------------------------------
@@ -72,13 +113,13 @@ def _get_whole(file: RemoteFile, url: str, path: Path, progress: Progress) -> No
         if _md5(path) != file.md5:  # a generated or reduced file of the same name: the user's, not ours to replace
             raise DataError(f"{path}: exists but is not the published file (MD5) -> move it, or choose another folder")
         return
-    part = path.with_name(f".{path.name}.part")
-    _check_room(path, file.size_gib * 2**30 - (part.stat().st_size if part.exists() else 0))
+    part = _part(path)
+    _check_room(path, _bytes(file) - _size(part))
     failures, problem = 0, ""
     while failures < TRIES:
         if failures:
             time.sleep(WAIT_S * 2 ** (failures - 1))
-        before = part.stat().st_size if part.exists() else 0
+        before = _size(part)
         done, total, problem = _go_on(url, part, progress)
         if done == total:
             break
@@ -94,7 +135,7 @@ def _get_whole(file: RemoteFile, url: str, path: Path, progress: Progress) -> No
 
 def _go_on(url: str, part: Path, progress: Progress) -> tuple[int, int, str]:
     """Append what is missing until it is all there or the connection breaks: bytes there, bytes of all, problem."""
-    have, total, problem = part.stat().st_size if part.exists() else 0, -1, ""
+    have, total, problem = _size(part), -1, ""
     try:
         with _ask(url, have) as answer:
             if answer.status != http.client.PARTIAL_CONTENT:
@@ -198,7 +239,7 @@ class _Remote(io.RawIOBase):
 
 def _get_first(family: Family, file: RemoteFile, url: str, path: Path, first: int, progress: Progress) -> None:
     """Write the first samples of a published file as a file of the same layout, which tells where they are from."""
-    part = path.with_name(f".{path.name}.part")
+    part = _part(path)
     try:
         with h5py.File(io.BufferedReader(_Remote(url), BLOCK), "r") as remote, h5py.File(part, "w") as out:
             out.attrs.update({**remote.attrs, "part_of": file.name, "part_of_md5": file.md5, "part_of_url": url})
