@@ -11,7 +11,8 @@ from upsnb.data import datasets
 from upsnb.data.families import FAMILIES
 from upsnb.errors import ConfigError
 from upsnb.models import chosen
-from upsnb.report.figures import RunFigures, data_samples
+from upsnb.report.data_report import samples
+from upsnb.report.figures import RunFigures
 from upsnb.runs.handle import Run
 
 
@@ -60,7 +61,7 @@ def test_a_row_and_a_solver_are_a_family(heat_config, train_here, tmp_path):
     assert [path.name for path in (tmp_path / "data" / "generated").iterdir()] == [
         "1D_Heat_Sols_D0.01_n20_x32_t11_seed0.hdf5"
     ]
-    assert data_samples(datasets.open_dataset("heat", config, tmp_path / "data")).axes
+    assert samples(datasets.open_dataset("heat", config, tmp_path / "data")).axes
     assert RunFigures.of(Run.attach(tmp_path / "run")).prediction("heat").axes
 
 

@@ -28,7 +28,7 @@ def opened(tiny_config, data_root):
 
 @pytest.mark.parametrize("name", ["advection", "darcy", *OTHERS])
 def test_a_sample_of_every_kind_is_drawn(opened, name):
-    check(data_report.through_time(opened[name]))
+    check(data_report.samples(opened[name]))
 
 
 def test_spectra_and_values_have_a_panel_for_each(opened):

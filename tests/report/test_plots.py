@@ -34,16 +34,6 @@ def with_nan(values):
 
 
 CASES = {
-    "samples 1d": lambda: plots.dataset_samples(
-        {"u [-]": np.stack([TRUTH, 0 * TRUTH, with_nan(TRUTH)])}, extent=(0, 1, 0, 2), x_label="x [-]", y_label="t [-]"
-    ),
-    "samples 2d": lambda: plots.dataset_samples(
-        {"nu [-]": [FIELD, FIELD], "pressure [-]": [-FIELD, 9 * FIELD]},
-        extent=(0, 1, 0, 1),
-        x_label="x [-]",
-        y_label="y [-]",
-        square=True,
-    ),
     "1d": lambda: plots.prediction_truth_error_1d(X, TRUTH, 0.9 * TRUTH, TIMES, title="one"),
     "1d constant": lambda: plots.prediction_truth_error_1d(X, 0 * TRUTH, 0 * TRUTH, TIMES),
     "1d gaps": lambda: plots.prediction_truth_error_1d(X, TRUTH, with_nan(TRUTH), TIMES),

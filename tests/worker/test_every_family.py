@@ -11,7 +11,7 @@ from upsnb import overlays
 from upsnb.data import datasets
 from upsnb.data.families import FAMILIES
 from upsnb.memory import predict
-from upsnb.report import figures, results
+from upsnb.report import data_report, figures, results
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 
@@ -83,7 +83,7 @@ def test_what_a_family_keeps_on_the_device_is_predicted(family_config, tmp_path,
     shape = ("grid_shape", "input_channels", "output_channels", "num_parameters")
     assert all(getattr(outline.spec, key) == getattr(dataset.spec, key) for key in shape)
     assert predict.predict(config, tmp_path).nbytes > dataset.num_bytes
-    assert figures.data_samples(dataset).axes
+    assert data_report.samples(dataset).axes
 
 
 def test_given_fields_stay_in_every_call_of_a_rollout(make_model, make_spec):

@@ -19,7 +19,7 @@ from upsnb.report.style import BLACK, PALETTE, label, styled
 
 FORMAT, KIND = 1, "data"
 MOST_READ = 32  # training samples that spectra and values are taken of
-SHOWN_TIMES = 4
+SHOWN = 4  # samples or times
 COLUMNS = {  # of the table: column -> field of an Audit
     "samples looked at": "num_samples",
     "different ones": "num_distinct",
@@ -75,46 +75,39 @@ def findings(audits: Mapping[str, Audit]) -> pd.DataFrame:
 
 
 @styled
-def through_time(dataset: Dataset) -> Figure:
-    """One training sample: each channel in space and time in 1-D, at some times in 2-D, as middle slices in 3-D."""
-    sample, family, spec = dataset.splits["train"][0], dataset.family, dataset.spec
-    times = dataset.frames if spec.time_dependent else np.zeros(1, dtype=int)
-    inputs, targets = (fields[0] for fields in dataset.source.read(sample, times))
-    shown = {channel: targets[:, number] for number, channel in enumerate(family.output_channels)}
-    if not spec.time_dependent:
-        shown = {**{channel: inputs[:, number] for number, channel in enumerate(family.input_channels)}, **shown}
-    low, high = min(field.min() for field in shown.values()), max(field.max() for field in shown.values())
-    title = f"{dataset.name}, training sample {sample}: {', '.join(shown)} from {low:.2g} to {high:.2g}"
-    if spec.num_dims == 1:
-        extent = style.edges(dataset.source.coordinates[0]) + style.edges(dataset.source.times[times])
-        figure = style.empty_figure(2.6 * max(len(shown), 2), 2.6, title)
-        for ax, (channel, field) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
-            style.draw_image(ax, field, extent, style.FIELD_COLOURS, style.value_range(field), family.quantity(channel))
-            ax.set(xlabel=label("x"), ylabel=label("time t"))
-        return figure
-    extent = style.edges(dataset.source.coordinates[0]) + style.edges(dataset.source.coordinates[1])
+def samples(dataset: Dataset) -> Figure:
+    """Training samples, a row a channel: over space and time in 1-D, else one at some times, or several still ones.
+
+    Of 3-D fields the middle slice.
+    """
+    family, spec, source = dataset.family, dataset.spec, dataset.source
+    chosen, frames = dataset.splits["train"][:SHOWN], dataset.frames if spec.time_dependent else np.zeros(1, dtype=int)
+    if in_turn := spec.time_dependent and spec.num_dims > 1:
+        chosen, frames = chosen[:1], frames[np.unique(np.linspace(0, len(frames) - 1, SHOWN).astype(int))]
+    parts = [(family.output_channels, style.FIELD_COLOURS)]
+    parts = parts if spec.time_dependent else [(family.input_channels, style.INPUT_COLOURS), *parts]
+    extent = style.edges(source.coordinates[0])
+    extent += style.edges(source.times[frames] if spec.num_dims == 1 else source.coordinates[1])
+    rows = []
+    for (channels, colours), fields in zip(parts, source.read(chosen, frames)[-len(parts) :]):
+        for channel, field in zip(channels, fields.swapaxes(0, 2).swapaxes(1, 2)):  # (samples, times, *grid)
+            if spec.num_dims > 1:
+                field = field.reshape(-1, *field.shape[2:]).swapaxes(1, 2)  # one sample, or one time; rows of y
+            rows.append((channel, field if spec.num_dims < 3 else field[..., field.shape[-1] // 2], colours))
+    low, high = min(field.min() for _, field, _ in rows), max(field.max() for _, field, _ in rows)
+    told = f"training sample {chosen[0]}" if in_turn else f"{len(chosen)} training samples"
+    title = f"{dataset.name}, {told}: {', '.join(channel for channel, _, _ in rows)} from {low:.2g} to {high:.2g}"
     if spec.num_dims == 3:
-        shown = {channel: field[..., field.shape[-1] // 2] for channel, field in shown.items()}
-        title += f", slices at z = {dataset.source.coordinates[2][len(dataset.source.coordinates[2]) // 2]:.2g}"
-    if not spec.time_dependent:
-        figure = style.empty_figure(2.6 * max(len(shown), 2), 2.2, title)
-        for ax, (channel, field) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
-            style.draw_image(
-                ax, field[0].T, extent, style.FIELD_COLOURS, style.value_range(field), family.quantity(channel)
-            )
-            ax.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
-        return figure
-    picked = np.unique(np.linspace(0, len(times) - 1, SHOWN_TIMES).astype(int))
-    figure = style.empty_figure(1.9 * len(picked) + 0.8, 1.75 * len(shown) + 0.4, title)
-    grid = figure.subplots(len(shown), len(picked), squeeze=False, sharex=True, sharey=True)
-    for row, (channel, field) in zip(grid, shown.items()):
+        title += f", slices at z = {source.coordinates[2][len(source.coordinates[2]) // 2]:.2g}"
+    heads = [f"t = {time:.3g}" for time in source.times[frames]] if in_turn else [f"sample {n}" for n in chosen]
+    figure = style.empty_figure(1.9 * max(len(heads), 2) + 0.8, 1.75 * len(rows) + 0.4, title)
+    grid = figure.subplots(len(rows), len(heads), squeeze=False, sharex=True, sharey=True)
+    for axes, (channel, field, colours) in zip(grid, rows):
         norm = style.value_range(field)
-        for ax, frame in zip(row, picked):
-            bar = family.quantity(channel) if ax is row[-1] else ""
-            style.draw_image(ax, field[frame].T, extent, style.FIELD_COLOURS, norm, bar)
-            ax.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
-            if ax in grid[0]:
-                ax.set_title(f"t = {dataset.source.times[times[frame]]:.3g}")
+        for ax, image, head in zip(axes, field, heads):
+            style.draw_image(ax, image, extent, colours, norm, family.quantity(channel) if ax is axes[-1] else "")
+            ax.set(xlabel=label("x"), ylabel=label("time t" if spec.num_dims == 1 else "y"))
+            ax.set(aspect="auto" if spec.num_dims == 1 else "equal", title=head if ax in grid[0] else "")
             ax.locator_params(nbins=3)
             ax.label_outer()
     return figure

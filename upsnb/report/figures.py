@@ -16,7 +16,6 @@ from upsnb.config import RunConfig
 from upsnb.data.datasets import Dataset
 from upsnb.data.families import family_of
 from upsnb.report import plots, style
-from upsnb.report.style import edges, label
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.runs.throughput import median_with_interval, steady_windows, turns_with
@@ -247,27 +246,6 @@ def glance(folder: Path) -> Figure:
             ax.set(xticks=[], yticks=[], xlabel=what, aspect="equal" if truth.shape[0] == truth.shape[1] else "auto")
         row[0].set_ylabel(name)
     return figure
-
-
-def data_samples(dataset: Dataset) -> Figure:
-    """The first four training samples: space-time images in 1-D, input over output in 2-D, a slice of it in 3-D."""
-    chosen, family = dataset.splits["train"][:4], dataset.family
-    inputs, targets = dataset.source.read(chosen, dataset.frames if dataset.spec.time_dependent else slice(None))
-    quantity = family.quantity(family.output_channels[0])
-    title = (
-        f"{dataset.name}: {len(chosen)} of {len(dataset.splits['train']):,} training samples, "
-        f"{family.output_channels[0]} from {targets[:, :, 0].min():.2g} to {targets[:, :, 0].max():.2g}"
-        f"{SLICE * (dataset.spec.num_dims == 3)}"
-    )
-    if dataset.spec.num_dims == 1:
-        extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.times[dataset.frames])
-        rows, y_label = {quantity: targets[:, :, 0]}, label("time t")
-        return plots.dataset_samples(rows, extent=extent, x_label=label("x"), y_label=y_label, title=title)
-    given = family.quantity(family.input_channels[0])
-    rows = {} if family.time_dependent else {given: [_upright(x[-1, 0]) for x in inputs]}
-    rows[quantity] = [_upright(x[-1, 0]) for x in targets]
-    extent = edges(dataset.source.coordinates[0]) + edges(dataset.source.coordinates[1])
-    return plots.dataset_samples(rows, extent=extent, x_label=label("x"), y_label=label("y"), square=True, title=title)
 
 
 def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:

@@ -47,37 +47,6 @@ class FieldSample(NamedTuple):
 
 
 @styled
-def dataset_samples(
-    rows: Mapping[str, ArrayLike],
-    *,
-    extent: Sequence[float],
-    x_label: str,
-    y_label: str,
-    square: bool = False,
-    title: str = "",
-) -> Figure:
-    """Samples of a dataset side by side, one row a quantity; a row shares one colour range, so sizes compare.
-
-    Args:
-        rows: quantity with its unit -> (n, ny, nx), the same n in every row; the last row is what is predicted.
-        extent: left, right, bottom, top of an image.
-        square: draw x and y at one scale.
-    """
-    height = 1.75 if square else 2.1
-    figure = empty_figure(7.2, height * len(rows) + 0.5, title)
-    num_samples = len(next(iter(rows.values())))
-    grid = figure.subplots(len(rows), num_samples, squeeze=False, sharex=True, sharey=True)
-    for number, (row, quantity) in enumerate(zip(grid, rows, strict=True)):
-        norm, colours = value_range(rows[quantity]), FIELD_COLOURS if number == len(rows) - 1 else INPUT_COLOURS
-        for ax, values in zip(row, rows[quantity], strict=True):
-            draw_image(ax, values, extent, colours, norm, quantity if ax is row[-1] else "")
-            ax.set(xlabel=x_label, ylabel=y_label, aspect="equal" if square else "auto")
-            ax.locator_params(nbins=3)
-            ax.label_outer()
-    return figure
-
-
-@styled
 def prediction_truth_error_1d(
     x: ArrayLike,
     truth: ArrayLike,
