@@ -240,11 +240,12 @@ def summary(folder: Path) -> str:
 
 
 def _told(report: dict) -> str:
-    """A training report: its table, where there is one, and what it cost."""
+    """A training report: what is to be known first, its table, where there is one, and what it cost."""
     from upsnb.report import results
 
     rows = results.table(report)
-    return "\n".join([*([] if rows.empty else [rows.to_string(index=False)]), results.costs(report)])
+    told = [] if rows.empty else [rows.to_string(index=False)]
+    return "\n".join([*report.get("leaks", ()), *told, results.costs(report)])
 
 
 def _results(folder: Path) -> list[str]:

@@ -17,7 +17,17 @@ from upsnb.runs.processes import process_identity
 from upsnb.training.evaluation import read_samples
 
 KEYS = {
-    *("format", "kind", "status", "device", "num_ranks", "parameters", "samples_per_s", "time_to_first_step_s"),
+    *(
+        "format",
+        "kind",
+        "status",
+        "leaks",
+        "device",
+        "num_ranks",
+        "parameters",
+        "samples_per_s",
+        "time_to_first_step_s",
+    ),
     *("train_time_s", "peak_memory_gib", "phases_on", "phases_skipped", "datasets"),
     *(
         "cause",
@@ -125,6 +135,29 @@ def test_table_names_each_baseline_and_what_is_gained_over_it(tmp_path):
     assert waves["without a model"] == "persistence 0.8" and waves["gain"] == "40" and waves["rollout gain"] == "10"
     assert darcy["without a model"] == "training mean 0.7" and darcy["gain"] == "14" and darcy["rollout"] == "-"
     assert results.gains(made) == pytest.approx({"waves": 40, "darcy": 14})
+
+
+def test_where_the_split_leaks_it_is_said_first_and_distinct_samples_are_the_headline(tmp_path):
+    run = finished(tmp_path / "run")
+    path = run.folder / runfolder.EVALUATION
+    told = json.loads(path.read_text())
+    waves = told["datasets"]["waves"]["test"]
+    distinct = {**{key: value for key, value in waves.items() if "nrmse_" in key}, "num_samples": 1}
+    waves["leak"] = {"seen": 1, "near": 2, "distinct": {**distinct, "baseline": "persistence", "nrmse_mean": 0.9}}
+    told["datasets"]["darcy"]["test"]["leak"] = {"seen": 0, "near": 3, "distinct": None}
+    path.write_text(json.dumps(told))
+    made = results.train_report(run)
+    assert made["leaks"] == [
+        "waves: the test split leaks, 2 of 3 samples begin within 1% of a training sample, 1 exactly so -> read the "
+        "error of the other 1, or train with data.split.convention: distinct",
+        "darcy: the test split leaks, 3 of 3 samples begin within 1% of a training sample, 0 exactly so -> none is "
+        "left to judge by",
+    ]
+    assert list(made).index("leaks") < list(made).index("datasets")
+    rows = results.table(made).set_index("dataset")["nRMSE"].to_dict()
+    assert rows == {"waves: 1 distinct samples": "0.9", "waves": "0.02", "darcy": "0.05"}
+    assert results.gains(made) == pytest.approx({"waves": 0.8 / 0.9, "darcy": 14})
+    assert "waves: a forecast without a model is as good" in results.unmet(made)
 
 
 def test_unknown_error_is_no_gain():

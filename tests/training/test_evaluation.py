@@ -55,6 +55,20 @@ def test_a_look_up_scores_what_an_audit_says(setup):
         assert found[name][key] == pytest.approx(audit.audit(dataset.source, dataset.splits).lookup_nrmse, rel=1e-5)
 
 
+def test_where_a_split_leaks_what_it_does_not_leak_is_scored_apart(setup):
+    clean = run(setup, "test")
+    for name, dataset in setup.datasets.items():
+        seen = np.concatenate([dataset.splits["train"][:3], dataset.splits["test"]])
+        setup.datasets[name] = dataclasses.replace(dataset, splits=dataset.splits | {"test": np.sort(seen)})
+    for name, result in run(setup, "test").items():
+        assert "leak" not in clean[name] and result["num_samples"] == clean[name]["num_samples"] + 3
+        leak = result["leak"]
+        assert (leak["seen"], leak["near"]) == (3, 3)
+        assert leak["distinct"].keys() > {"nrmse_mean", "nrmse_p90"}
+        scalars = {key: value for key, value in clean[name].items() if not isinstance(value, (dict, list))}
+        expect_close(leak["distinct"], scalars)
+
+
 def test_metrics_do_not_depend_on_samples_per_call(setup):
     whole = run(setup, samples_per_call=32)
     assert all(result["num_samples"] == 5 for result in whole.values())

@@ -18,6 +18,7 @@ BLOCK = 32  # trajectories read at a time
 
 SAME = 1e-6  # relative distance of initial states that are one and the same in float32
 NEAR = 1e-2  # and of those that no model tells apart at the accuracy that it reaches
+MOST_NEAR = 0.1  # share of test samples that may be so near to a training sample
 EASY_LOOKUP = 0.02  # nRMSE of a look-up, below which a good score says little
 FEW_DIMENSIONS = 2.5
 EXPLAINED = 0.999  # share of the variance that linear dimensions have to explain
@@ -88,6 +89,11 @@ def audit(source: Source, splits: Mapping[str, np.ndarray]) -> Audit:
 
 
 # -- initial states ------------------------------------------------------------------------------------------------
+
+
+def leaks(distance: np.ndarray) -> bool:
+    """Whether test samples with these distances to their nearest training samples test too little."""
+    return bool(np.any(distance <= SAME) or np.mean(distance <= NEAR) > MOST_NEAR)
 
 
 def linear_dimensions(states: np.ndarray, most: int = 512) -> int:
@@ -201,7 +207,7 @@ def _findings(measured: dict, num_test: int):
     if seen:
         found = f"{seen} of {num_test} test samples begin as a training sample does"
         yield Finding("the test split leaks", found, "data.split.convention: distinct, or other data")
-    elif near > 0.1 * num_test:
+    elif near > MOST_NEAR * num_test:
         found = f"{near} of {num_test} test samples begin within {NEAR:.0%} of a training sample"
         yield Finding("the test split is close", found, "look at the look-up's score before believing a model's")
     if measured["num_distinct"] < measured["num_samples"]:

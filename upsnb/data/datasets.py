@@ -65,11 +65,12 @@ class Dataset:
         total = sum(self.source.read(block)[1].sum(axis=0, dtype=np.float64) for block in blocks)
         return (total / len(train)).astype(np.float32)
 
-    def twins(self, samples: np.ndarray) -> np.ndarray:
-        """Of each sample the training sample that begins most alike, (n,) int64; reads the first frame of all."""
+    def twins(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each sample the training sample that begins most alike, and its distance; reads the first frame of all."""
         train = self.splits["train"]
         states = initial_states(self.source, np.concatenate([train, samples]))
-        return train[nearest_states(states[len(train) :], states[: len(train)])[0]]
+        nearest, distance = nearest_states(states[len(train) :], states[: len(train)])
+        return train[nearest], distance
 
     def pairs(self, split: str, calls: int = 1) -> np.ndarray:
         """All (sample, first frame) of a split that leave room for `calls` consecutive forecasts, (P, 2) int64."""

@@ -8,6 +8,7 @@ import pandas as pd
 
 from upsnb import overlays
 from upsnb.config import RunConfig
+from upsnb.data import audit
 from upsnb.data.datasets import Dataset
 from upsnb.phases import names_on
 from upsnb.report.figures import RunFigures, end_of_last_launch, fall, read_evaluation
@@ -42,12 +43,14 @@ def run_numbers(run: Run) -> dict:
     start, steps = last.get("start", {}), [event for event in events if event["kind"] == "step"]
     end = end_of_last_launch(events)
     evaluation = read_evaluation(run.folder, events)
+    datasets = _scalar_metrics(evaluation)
     steady = [step for step in steps if step["steady"]]
     memory = end.get("peak_memory_gib") or [step["peak_memory_gib"] for step in steps[-1:]]
     return {
         "format": FORMAT,
         "kind": "train",
         "status": run.status(),
+        "leaks": _leaks(datasets),
         "device": start.get("device"),
         "num_ranks": start.get("num_ranks"),
         "parameters": start.get("parameters"),
@@ -57,7 +60,7 @@ def run_numbers(run: Run) -> dict:
         "peak_memory_gib": max(memory, default=None),
         "phases_on": _phases_on(events, config),
         "phases_skipped": manifest["phases_skipped"],
-        "datasets": _scalar_metrics(evaluation),
+        "datasets": datasets,
         # what the numbers above rest on
         "cause": run.cause(),
         "end_reason": end.get("reason"),
@@ -86,18 +89,31 @@ def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
 
 
 def _scalar_metrics(evaluation: dict) -> dict:
-    """{dataset: {"val" or "test": metrics}}, everything that is one number or one name, and what channels reached."""
+    """{dataset: {"val" or "test": metrics}}: what is one number or one name, what channels reached, and leaks."""
     return {
         name: {
             SPLIT_KEYS[split]: {
                 key: value
                 for key, value in result.items()
-                if key == "per_channel" or not isinstance(value, (dict, list))
+                if key in ("per_channel", "leak") or not isinstance(value, (dict, list))
             }
             for split, result in splits.items()
         }
         for name, splits in evaluation.get("datasets", {}).items()
     }
+
+
+def _leaks(datasets: dict) -> list[str]:
+    """What is to be known before any error is read: splits that test what was trained on, a sentence each."""
+    said = []
+    for name, split, values in _results({"datasets": datasets}):
+        if leak := values.get("leak"):
+            distinct, count = leak["distinct"], values["num_samples"]
+            left = f"read the error of the other {distinct['num_samples']}" if distinct else "none is left to judge by"
+            left += ", or train with data.split.convention: distinct" if leak["seen"] else ""
+            alike = f"{leak['near']} of {count} samples begin within {audit.NEAR:.0%} of a training sample"
+            said.append(f"{name}: the {split} split leaks, {alike}, {leak['seen']} exactly so -> {left}")
+    return said
 
 
 def _first(events: list[dict], kind: str, field: str) -> float | None:
@@ -126,28 +142,14 @@ def table(report: dict) -> pd.DataFrame:
 
     "nRMSE", "median" and "worst tenth" (what a tenth of the samples exceeds) are of one call, "rollout" of self-fed
     forecasts to the end of the trajectory, "look-up" of the training sample that begins most alike. Where there are
-    several channels, each has a row of its own below.
+    several channels, each has a row of its own below; where the split leaks, the samples that it does not leak have one
+    above.
     """
     rows = []
     for name, split, values in _results(report):
-        called, key = _baseline(values)
-        nrmse, without = values.get("nrmse_mean"), values.get(key)
-        rollout, rollout_without = values.get("rollout_nrmse_mean"), values.get(f"rollout_{key}")
-        rows.append(
-            {
-                "dataset": name,
-                "split": split,
-                "nRMSE": number(nrmse),
-                "median": number(values.get("nrmse_median")),
-                "worst tenth": number(values.get("nrmse_p90")),
-                "without a model": f"{called} {number(without)}".strip(),
-                "gain": number(_ratio(without, nrmse), 3),
-                "rollout": number(rollout),
-                "rollout without": number(rollout_without),
-                "rollout gain": number(_ratio(rollout_without, rollout), 3),
-                "look-up": number(values.get("rollout_lookup_nrmse_mean", values.get("lookup_nrmse_mean"))),
-            }
-        )
+        if distinct := (values.get("leak") or {}).get("distinct"):
+            rows.append(_row(f"{name}: {distinct['num_samples']} distinct samples", split, distinct))
+        rows.append(_row(name, split, values))
         channels = values.get("per_channel", {})
         for channel, nrmse in channels.get("nrmse", {}).items() if len(channels.get("nrmse", {})) > 1 else ():
             row = {"dataset": f"{name}: {channel}", "split": split, "nRMSE": number(nrmse)}
@@ -157,10 +159,30 @@ def table(report: dict) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS).fillna("")
 
 
+def _row(name: str, split: str, values: dict) -> dict[str, str]:
+    called, key = _baseline(values)
+    nrmse, without = values.get("nrmse_mean"), values.get(key)
+    rollout, rollout_without = values.get("rollout_nrmse_mean"), values.get(f"rollout_{key}")
+    return {
+        "dataset": name,
+        "split": split,
+        "nRMSE": number(nrmse),
+        "median": number(values.get("nrmse_median")),
+        "worst tenth": number(values.get("nrmse_p90")),
+        "without a model": f"{called} {number(without)}".strip(),
+        "gain": number(_ratio(without, nrmse), 3),
+        "rollout": number(rollout),
+        "rollout without": number(rollout_without),
+        "rollout gain": number(_ratio(rollout_without, rollout), 3),
+        "look-up": number(values.get("rollout_lookup_nrmse_mean", values.get("lookup_nrmse_mean"))),
+    }
+
+
 def gains(report: dict) -> dict[str, float]:
     """How many times larger the nRMSE of a forecast without a model is, by dataset; NaN if unknown."""
     ratios = {
-        name: _ratio(values.get(_baseline(values)[1]), values.get("nrmse_mean")) for name, _, values in _results(report)
+        name: _ratio(values.get(_baseline(values)[1]), values.get("nrmse_mean"))
+        for name, _, values in _headlines(report)
     }
     return {name: float("nan") if ratio is None else ratio for name, ratio in ratios.items()}
 
@@ -168,7 +190,7 @@ def gains(report: dict) -> dict[str, float]:
 def unmet(report: dict) -> list[str]:
     """What a run has not shown that a good one shows, a sentence each."""
     said = []
-    for name, _, values in _results(report):
+    for name, _, values in _headlines(report):
         for key, what in (("", "a forecast"), ("rollout_", "a rollout")):
             without, own = values.get(f"{key}{_baseline(values)[1]}"), values.get(f"{key}nrmse_mean")
             if without is not None and not (own is not None and own < without):
@@ -189,6 +211,13 @@ def is_short(report: dict) -> bool:
 def _results(report: dict) -> list[tuple[str, str, dict]]:
     datasets = report.get("datasets") or {}
     return [(name, split, values) for name, splits in datasets.items() for split, values in splits.items()]
+
+
+def _headlines(report: dict) -> list[tuple[str, str, dict]]:
+    """The same, but of distinct samples alone where the split leaks and has some."""
+    return [
+        (name, split, (values.get("leak") or {}).get("distinct") or values) for name, split, values in _results(report)
+    ]
 
 
 def _baseline(values: dict) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from upsnb.config import EvaluationConfig
-from upsnb.data import symmetries
+from upsnb.data import audit, symmetries
 from upsnb.data.datasets import Dataset
 from upsnb.data.source import thinned
 from upsnb.models.surrogate import Surrogate
@@ -69,7 +69,9 @@ def evaluate(
         lookup: score the trajectory of the training sample that begins most alike as well; reads all initial states.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
-        "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank.
+        "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank. With a look-up, where
+        the split leaks, "leak": how many samples begin as a training sample does, how many nearly so, and "distinct",
+        all those numbers of the others; null if there are none.
     """
     was_training = model.training
     model.eval()
@@ -80,7 +82,8 @@ def evaluate(
             continue
         share = samples[ranks.rank :: ranks.world_size]
         parts: dict[str, list] = {kind: [] for kind in ("model", "baseline", "rollout", "rollout_baseline", "lookup")}
-        twins = dataset.twins(samples)[ranks.rank :: ranks.world_size] if lookup else share[:0]
+        twins, distance = dataset.twins(samples) if lookup else (samples[:0], None)
+        twins = twins[ranks.rank :: ranks.world_size]
         for start in range(0, len(share), config.samples_per_call):
             alive()
             chosen, known = (some[start : start + config.samples_per_call] for some in (share, twins))
@@ -88,7 +91,7 @@ def evaluate(
                 parts[kind].append(metrics.sample_statistics(forecast, truth, sample_index=index))
         gathered = parallel.all_gather_objects(ranks, parts)
         merged = {kind: [p for rank in gathered for p in rank[kind]] for kind in parts}
-        results[name] = _summary(dataset, samples, merged)
+        results[name] = _summary(dataset, samples, merged, distance)
     model.train(was_training)
     return results
 
@@ -150,21 +153,11 @@ def roll_out(model: Surrogate, dataset: Dataset, given, parameters, num_frames: 
     return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames)
 
 
-def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> dict:
-    spec = dataset.spec
-    size = math.prod(high - low for low, high in dataset.family.domain)
+def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list], distance: np.ndarray | None) -> dict:
     statistics = {kind: metrics.concatenate(parts) for kind, parts in merged.items() if parts}
     energy = statistics.get("rollout", statistics["model"])["energy"].double().mean(0)[:, 0].tolist()
-    baseline, lookup = metrics.baseline_key(not spec.time_dependent), {}
-    if "lookup" in statistics:
-        key = "rollout_lookup_nrmse_mean" if spec.time_dependent else "lookup_nrmse_mean"
-        lookup = {key: metrics.reduce(statistics["lookup"], size)["nrmse_mean"]}
     summary = {
-        "num_samples": len(samples),
-        "baseline": metrics.baseline_name(not spec.time_dependent),
-        **metrics.reduce(statistics["model"], size),
-        baseline: metrics.reduce(statistics["baseline"], size)["nrmse_mean"],
-        **lookup,
+        **_scores(dataset, statistics),
         "per_sample": {"samples": samples.tolist(), "nrmse": metrics.nrmse_per_sample(statistics["model"]).tolist()},
         "per_channel": {"nrmse": _by_channel(dataset, statistics["model"])},
         "per_time": {},
@@ -176,8 +169,6 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
     if "rollout" in statistics:
         frames = dataset.frames[dataset.given_frames :]
         rollout, persisted = statistics["rollout"], statistics["rollout_baseline"]
-        summary |= {f"rollout_{key}": value for key, value in metrics.reduce(rollout, size).items()}
-        summary[f"rollout_{baseline}"] = metrics.reduce(persisted, size)["nrmse_mean"]
         summary["per_channel"]["rollout_nrmse"] = _by_channel(dataset, rollout)
         summary["per_sample"]["rollout_nrmse"] = metrics.nrmse_per_sample(rollout).tolist()
         summary["per_sample"]["rollout_persistence_nrmse"] = metrics.nrmse_per_sample(persisted).tolist()
@@ -188,7 +179,33 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list]) -> 
             "rollout_nrmse_quartiles": _quartiles(rollout),
             "persistence_nrmse": metrics.nrmse_per_time(persisted).tolist(),
         }
+    if distance is not None and audit.leaks(distance):
+        near = distance <= audit.NEAR
+        apart = {kind: {key: value[~near] for key, value in found.items()} for kind, found in statistics.items()}
+        seen = int((distance <= audit.SAME).sum())
+        distinct = None if near.all() else _scores(dataset, apart)
+        summary["leak"] = {"seen": seen, "near": int(near.sum()), "distinct": distinct}
     return summary
+
+
+def _scores(dataset: Dataset, statistics: dict[str, dict[str, Tensor]]) -> dict:
+    """What is one number over all samples of these statistics, by kind."""
+    static = not dataset.spec.time_dependent
+    size = math.prod(high - low for low, high in dataset.family.domain)
+    reduced = {kind: metrics.reduce(found, size) for kind, found in statistics.items()}
+    baseline = metrics.baseline_key(static)
+    scores = {
+        "num_samples": len(statistics["model"]["error_square"]),
+        "baseline": metrics.baseline_name(static),
+        **reduced["model"],
+        baseline: reduced["baseline"]["nrmse_mean"],
+    }
+    if "lookup" in reduced:
+        scores["lookup_nrmse_mean" if static else "rollout_lookup_nrmse_mean"] = reduced["lookup"]["nrmse_mean"]
+    if "rollout" in reduced:
+        scores |= {f"rollout_{key}": value for key, value in reduced["rollout"].items()}
+        scores[f"rollout_{baseline}"] = reduced["rollout_baseline"]["nrmse_mean"]
+    return scores
 
 
 def _by_channel(dataset: Dataset, statistics: dict[str, Tensor]) -> dict[str, float]:
