@@ -23,6 +23,7 @@ OTHER = {  # a valid value that is not the default, for settings whose type does
     "optimizer.foreach": True,
     "guards.validation_reference": "outputs/baseline",
     "model.settings": {"width": 8},
+    "data.mixing.from_epoch": {"darcy": 1},
 }
 OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesConfig.model_fields}
 NEEDS = {  # other settings without which a value would contradict the rest
@@ -155,6 +156,13 @@ def test_hinted_number_is_a_number_to_yaml(text):
         ({"diffusion": {"latent_dim": 64}}, "diffusion.latent_dim: is 64 but latent.dim is 128"),
         ({"data": {"datasets": {}}}, "data.datasets: is empty"),
         ({"data": {"datasets": {"d": {"family": "darcy2d", "input_frames": 2}}}}, "data.datasets.d: is static"),
+        ({"data": {"mixing": {"from_epoch": {"dacry": 1}}}}, "from_epoch.dacry: no dataset has this name -> did you"),
+        ({"data": {"mixing": {"from_epoch": {"darcy": 10}}}}, "from_epoch.darcy: 10, and a stage ends after 10 epochs"),
+        ({"data": {"mixing": {"from_epoch": {"darcy": 1, "advection": 1}}}}, "no dataset is there from epoch 0 on"),
+        (
+            {"data": {"mixing": {"by": "loss"}, "split": {"validation_fraction": 0.0}}},
+            "data.mixing.by: loss is that of",
+        ),
         ({"training": {"lambda_relative": 0.0}}, "every loss weight is 0"),
         ({"training": {"loss_frequency": {"spectrl": 2}}}, "did you mean spectral?"),
         ({"operator": {"rollout": "latent"}}, "latent needs training.lambda_forward > 0"),

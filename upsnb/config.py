@@ -114,6 +114,13 @@ class SplitConfig(Section):
     test_fraction: OpenFraction = 0.1  # share of samples that is only reported on
 
 
+class MixingConfig(Section):
+    """How often each dataset is trained on; changed within an epoch, the rest of it is as if it had begun so."""
+
+    by: Literal["uniform", "size", "loss"] = "uniform"  # equal turns, training pairs, or nRMSE of the last validation
+    from_epoch: dict[DatasetName, NonNegativeInt] = {}  # curriculum: a dataset joins in this epoch of a stage
+
+
 class DataConfig(Section):
     """Where the fields come from and where they live during training."""
 
@@ -128,6 +135,7 @@ class DataConfig(Section):
         ),
         "darcy": DatasetConfig(family="darcy2d", generate=GenerateConfig(num_samples=256), augment=True),
     }
+    mixing: MixingConfig = MixingConfig()
     split: SplitConfig = SplitConfig()
     download: Literal["never", "missing"] = "never"  # missing: published files that are named and not there
     residency: Literal["auto", "device", "workers"] = "auto"  # on the device, or read from HDF5 by workers
@@ -272,7 +280,7 @@ class SchedulerConfig(Section):
 class StageConfig(Section):
     """One training stage."""
 
-    epochs: NonNegativeInt = 0  # passes over the largest dataset; 0: the stage is left out
+    epochs: NonNegativeInt = 0  # passes over the largest dataset, mixed uniformly; 0: the stage is left out
     optimizer: OptimizerConfig | None = None  # empty: the top-level optimizer
     scheduler: SchedulerConfig = SchedulerConfig()
 
@@ -280,7 +288,7 @@ class StageConfig(Section):
 class OperatorStageConfig(StageConfig):
     """The stage that trains encoder, operator and decoder; no run is without it."""
 
-    epochs: PositiveInt = 10  # passes over the largest dataset
+    epochs: PositiveInt = 10  # passes over the largest dataset, mixed uniformly
 
 
 class StagesConfig(Section):

@@ -24,7 +24,10 @@ from upsnb.rules import did_you_mean
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent")
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
 # mappings with names as keys
-NAMED = ("data.datasets", "model.settings", "training.loss_warmup_steps", "training.loss_frequency")
+NAMED = (
+    *("data.datasets", "data.mixing.from_epoch", "model.settings"),
+    *("training.loss_warmup_steps", "training.loss_frequency"),
+)
 
 
 def read(path: Path) -> dict:

@@ -23,6 +23,7 @@ LOADER = (  # what the order, the size or the way of batches depends on
     "training.prefetch_factor",
     "training.pin_memory",
     "training.lambda_rollout",
+    "data.mixing",
     "data.residency",
     "data.max_resident_gib",
 )
@@ -70,7 +71,7 @@ COLD = (  # prefixes of settings that may change between two launches of the wor
     "training.max_restarts",
     "optimizer.name",
 )
-NO_STEP = ("evaluation.", "checkpoint.", "guards.", "stages.")  # prefixes of settings that no steady step depends on
+NO_STEP = ("data.mixing", "evaluation.", "checkpoint.", "guards.", "stages.")  # no steady step depends on these
 SOURCE = "published recipe, multiplied factors"
 
 

@@ -65,6 +65,7 @@ def contradictions(config) -> list[Problem]:
 
     problems = []
     pdet, training, latent, datasets = config.operator.pdet, config.training, config.latent, config.data.datasets
+    stages = config.stages.planned
 
     def require(holds: bool, setting: str, found: str, remedy: str) -> None:
         if not holds:
@@ -102,7 +103,25 @@ def contradictions(config) -> list[Problem]:
         "validation_fraction and test_fraction leave nothing to train on",
         "lower one of them",
     )
-    chosen = {f"stages.{name}.optimizer": getattr(config.stages, name).optimizer for name in config.stages.planned}
+    require(
+        config.data.mixing.by != "loss" or config.data.split.validation_fraction > 0,
+        "data.mixing.by",
+        "loss is that of the last validation, and data.split.validation_fraction is 0",
+        "validate on some samples, or mix by something else",
+    )
+    later, shortest = config.data.mixing.from_epoch, min(getattr(config.stages, name).epochs for name in stages)
+    for name, epoch in later.items():
+        path = f"data.mixing.from_epoch.{name}"
+        require(name in datasets, path, "no dataset has this name", did_you_mean(name, datasets))
+        found = f"{epoch}, and a stage ends after {shortest} epochs, so it would never be trained on"
+        require(epoch < shortest, path, found, "let it join before")
+    require(
+        not datasets or any(later.get(name, 0) == 0 for name in datasets),
+        "data.mixing.from_epoch",
+        "no dataset is there from epoch 0 on",
+        "leave one of them out",
+    )
+    chosen = {f"stages.{name}.optimizer": getattr(config.stages, name).optimizer for name in stages}
     for path, optimizer in {"optimizer": config.optimizer, **chosen}.items():
         require(
             not optimizer or optimizer.lr_scaling == "none" or optimizer.lr_reference_batch is not None,

@@ -1,6 +1,7 @@
 """Which pairs are trained on: all of them, once, whatever the ranks, restarts and loaders; and true symmetries only."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import h5py
@@ -144,6 +145,64 @@ def test_too_few_microbatches_for_one_step_is_an_error(opened):
     config, datasets = opened(("darcy",), **{"training.batch_size": 4, "training.accum_steps": 5})
     with pytest.raises(DataError, match=r"training.accum_steps 5.*4 microbatches.*lower"):
         Schedule(datasets, config, 0, 1)
+
+
+# -- mixing ------------------------------------------------------------------------------------------------------------
+
+LOSSES = {"advection": 0.01, "darcy": 0.04}
+
+
+def names_of(schedule, epoch=0, losses=None):
+    return [microbatch.dataset for microbatch in schedule.epoch(epoch, 0, losses)]
+
+
+def mixed(opened, rank=0, ranks=1, **mixing):
+    config, datasets = opened(
+        **{f"data.mixing.{key}": value for key, value in mixing.items()}, **{"stages.operator.epochs": 4}
+    )
+    return Schedule(datasets, config, rank, ranks)
+
+
+@pytest.mark.parametrize(
+    ("by", "losses", "count"),  # 160 pairs of advection, 16 of Darcy flow
+    [
+        ("size", {}, 4),  # of 40: one in eleven
+        ("loss", {}, 20),  # before the first validation
+        ("loss", LOSSES, 29),  # three quarters by loss, one in equal shares
+        ("loss", {"advection": 1e-9, "darcy": 1.0}, 35),  # none gets less than a quarter of an equal share
+        ("loss", {"advection": 1.0, "darcy": 1e9}, 20),  # worse than nothing is no worse than that
+        ("loss", {"advection": math.inf, "darcy": math.nan}, 20),
+    ],
+)
+def test_datasets_get_turns_by_their_size_or_by_their_loss(opened, by, losses, count):
+    schedule = mixed(opened, by=by)
+    names = names_of(schedule, 1, losses)
+    assert (len(names), names.count("darcy")) == (40, count)
+    for length in range(40):  # evenly: any row of steps is mixed as the epoch is
+        assert abs(names[:length].count("darcy") - length * count / 40) <= 1
+
+
+def test_a_dataset_joins_in_its_epoch_and_every_epoch_has_as_many_microbatches(opened):
+    schedule = mixed(opened, from_epoch={"darcy": 2})
+    assert [names_of(schedule, epoch).count("darcy") for epoch in range(4)] == [0, 0, 20, 20]
+    assert {len(names_of(schedule, epoch)) for epoch in range(4)} == {40}
+    twice = np.unique(rows(schedule.epoch(0)), axis=0, return_counts=True)[1]
+    assert len(twice) == 160 and set(twice) == {2}  # the other one is visited as often again, pair by pair
+    assert same(schedule.epoch(2), mixed(opened).epoch(2))
+
+
+def test_a_mixture_is_the_same_on_all_ranks_and_goes_on_in_its_middle(opened):
+    parts = [mixed(opened, rank, 2, by="loss").epoch(1, 0, LOSSES) for rank in range(2)]
+    assert [(m.dataset, m.seed, m.turn) for m in parts[0]] == [(m.dataset, m.seed, m.turn) for m in parts[1]]
+    assert not same(*parts)
+    assert same(parts[0][7:], mixed(opened, 0, 2, by="loss").epoch(1, 7, LOSSES))
+
+
+def test_losses_are_due_by_turns_of_each_dataset(opened):
+    for schedule in (mixed(opened), mixed(opened, by="size")):
+        for name in ("advection", "darcy"):
+            turns = [m.turn for m in schedule.epoch(0) if m.dataset == name]
+            assert turns == list(range(len(turns)))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

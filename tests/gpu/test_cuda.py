@@ -188,7 +188,7 @@ def test_offloaded_moments_lie_in_host_memory_and_come_back(tiny_config):
 
     def step(number):
         epoch = setup.loader.epoch(0)
-        setup.step([next(epoch)], number, number)
+        setup.step([next(epoch)], number)
         return setup.optimizers[-1].state
 
     assert all(state["exp_avg"].is_cuda for state in step(0).values())

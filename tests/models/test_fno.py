@@ -24,7 +24,7 @@ def setup(tiny_setup):
 
 
 def step(setup):
-    return setup.step(setup.loader.peek(), 0, 0)[0]
+    return setup.step(setup.loader.peek(), 0)[0]
 
 
 @pytest.mark.parametrize("shape", [(16,), (12, 16), (8, 8, 12)])

@@ -72,7 +72,7 @@ ROUGH = (
 
 def train(setup: Setup, num_steps: int, flips: dict) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
-    curve, microbatch, epoch = [], 0, 0
+    curve, epoch = [], 0
     batches = iter(())
     for step in range(num_steps):
         if step in flips:
@@ -85,8 +85,7 @@ def train(setup: Setup, num_steps: int, flips: dict) -> list[tuple[float, float]
                 batches, epoch = setup.loader.epoch(epoch), epoch + 1
                 continue
             chosen.append(batch)
-        loss, _, norm = setup.step(chosen, step, microbatch)
-        microbatch += len(chosen)
+        loss, _, norm = setup.step(chosen, step)
         curve.append((loss.item(), norm.item()))
     return curve
 
@@ -164,11 +163,11 @@ def overflow(config: RunConfig, ranks: Ranks) -> dict:
         return real(*arguments)
 
     setup._update = update
-    setup.step([next(batches)], 0, 0)
+    setup.step([next(batches)], 0)
     unchanged = same(weights_of(setup), before)
     scales = parallel.all_gather_objects(ranks, setup.scaler.get_scale() / scale)
     setup._update = real
-    setup.step([next(batches)], 1, 1)
+    setup.step([next(batches)], 1)
     return {"unchanged": unchanged, "scales": scales, "next_changes": not same(weights_of(setup), before)}
 
 
@@ -207,11 +206,11 @@ def collectives(config: RunConfig, ranks: Ranks) -> dict[str, int]:
         counts["optimizers"] = messages(inside)
         return norm
 
-    setup.step([next(batches)], 0, 0)
+    setup.step([next(batches)], 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as whole:
-        setup.step([next(batches)], 1, 1)
+        setup.step([next(batches)], 1)
     setup._update = counted
-    setup.step([next(batches)], 2, 2)
+    setup.step([next(batches)], 2)
     gathering = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
     return {
         **counts,

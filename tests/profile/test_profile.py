@@ -82,7 +82,7 @@ def test_profiled_steps_change_no_weight(profiled, tiny_setup, tmp_path):
     rates = [event["learning_rate"] for event in runfolder.read_events(folder, ("step",))]
     for step, (loss, rate) in enumerate(zip(logged, rates)):
         optimizers.set_learning_rate(setup.optimizers, rate / setup.config.optimizer.lr)
-        assert setup.step([next(batches)], step, step)[0].item() == loss
+        assert setup.step([next(batches)], step)[0].item() == loss
     assert spans._Current.recorder is None
 
 

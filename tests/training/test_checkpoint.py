@@ -31,6 +31,7 @@ EVERYTHING = {  # all that draws at random or remembers
     "training.inverse_loss_frequency": 2,
     "data.datasets.advection.augment": True,
     "data.datasets.darcy.augment": True,
+    "data.mixing.by": "loss",
     "stages.operator.epochs": 2,
     "stages.operator.scheduler.name": "plateau",
     "stages.operator.scheduler.plateau_patience": 1,
@@ -77,32 +78,32 @@ def whole(cache, tiny_config, train_here, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("residency", "ending", "asynchronous"),
-    [
-        ("device", "stopped", False),
-        ("workers", "killed", False),
-        ("device", "killed", True),
-        ("workers", "stopped", True),
+    ("residency", "ending", "asynchronous", "at"),
+    [  # in the first epoch, which is mixed uniformly, or in the second, which follows the first one's validation
+        ("device", "stopped", False, 33),
+        ("workers", "killed", False, 13),
+        ("device", "killed", True, 33),
+        ("workers", "stopped", True, 13),
     ],
 )
 def test_a_continued_run_is_the_run_that_was_never_stopped(
-    tiny_config, train_here, whole, tmp_path, residency, ending, asynchronous
+    tiny_config, train_here, whole, tmp_path, residency, ending, asynchronous, at
 ):
     config = tiny_config(**EVERYTHING, **{"data.residency": residency, "checkpoint.async_save": asynchronous})
     folder = tmp_path / "parts"
 
     def interrupt(step):
-        if step == 13 and ending == "stopped":
+        if step == at and ending == "stopped":
             runfolder.write_control(folder, None, runfolder.STOP)
-        if step == 13 and ending == "killed":
+        if step == at and ending == "killed":
             raise Killed
 
     try:
         train_here(config, folder, interrupt)
     except Killed:
-        until(lambda: checkpoint_index.is_there(folder, 10))  # the thread that writes it lives on in this process
+        until(lambda: checkpoint_index.is_there(folder, at - 3))  # the thread that writes it lives on in this process
     kept = checkpoint.load(folder)["step"]
-    assert kept == (14 if ending == "stopped" else 10)  # in the middle of the first epoch either way
+    assert kept == (at + 1 if ending == "stopped" else at - 3)  # in the middle of an epoch either way
     (folder / runfolder.CONTROL).unlink(missing_ok=True)
     events = train_here(overlays.apply(config, {"checkpoint.resume": True}), folder)
     expected = losses(runfolder.read_events(whole))
@@ -159,7 +160,7 @@ def test_a_run_continues_under_another_config(tiny_config, train_here, tmp_path,
 def test_a_continued_run_follows_its_new_optimizer_settings(tiny_setup):
     old = tiny_setup(**{"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.3})
     batches = list(old.loader.epoch(0))[:2]
-    old.step(batches, 0, 0)
+    old.step(batches, 0)
     new = tiny_setup(**{"optimizer.lr": 5e-4, "optimizer.weight_decay": 0.01, "optimizer.betas": [0.8, 0.9]})
     new.load_state_dict(old.state_dict())
     for optimizer, before in zip(new.optimizers, old.optimizers):

@@ -51,9 +51,9 @@ def change(setup, **overlay) -> None:
 
 def turn(setup, steps: int = DATASETS, first: int = 0) -> None:
     """Steps of alternating datasets."""
-    epoch = setup.loader.epoch(0)
-    for step in range(steps):
-        setup.step([next(epoch)], first + step, first + step)
+    epoch = setup.loader.epoch(0, first)
+    for step in range(first, first + steps):
+        setup.step([next(epoch)], step)
 
 
 def test_a_step_of_each_dataset_is_one_graph_without_breaks(setup):

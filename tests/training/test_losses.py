@@ -1,6 +1,7 @@
 """Each loss term reaches the parameters it is for, and means what its name says."""
 
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,10 +130,10 @@ def test_a_microbatch_without_any_term_costs_nothing_and_breaks_nothing(tiny_set
     setup = tiny_setup(**{"training.loss_frequency": {"relative": 2}})
     batches = list(setup.loader.epoch(0))[:2]
     before = {key: value.clone() for key, value in setup.model.state_dict().items()}
-    total, terms, norm = setup.step(batches, 0, 2)  # the second turn of two
+    total, terms, norm = setup.step([replace(batch, turn=1) for batch in batches], 0)  # the second of two
     assert (float(total), terms, float(norm)) == (0.0, {}, 0.0)
     assert all(torch.equal(value, before[key]) for key, value in setup.model.state_dict().items())
-    total, terms, norm = setup.step(batches, 1, 4)
+    total, terms, norm = setup.step(batches, 1)
     assert float(norm) > 0 and set(terms) == {"relative"}
 
 
@@ -170,7 +171,7 @@ def test_a_rarer_term_reaches_every_dataset(tiny_setup, frequency):
 
     setup.loss.forward = record
     for step, batch in enumerate(list(setup.loader.epoch(0))[: 4 * frequency]):
-        setup.step([batch], step, step)
+        setup.step([batch], step)
     for name in ("advection", "darcy"):
         assert sum(computed for dataset, computed in seen if dataset == name) == 2
 

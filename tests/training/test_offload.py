@@ -56,7 +56,7 @@ def train(setup, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
         epoch = setup.loader.epoch(0, 2 * step)
         optimizers.set_learning_rate(setup.optimizers, 1.0 / (step + 1))
-        setup.step([next(epoch), next(epoch)], step, 2 * step)
+        setup.step([next(epoch), next(epoch)], step)
 
 
 def assert_same_weights(ours, theirs):
@@ -122,7 +122,7 @@ def test_learning_rates_reach_every_inner_group_and_idle_parameters_rest(tiny_se
     assert optimizers.set_learning_rate(setup.optimizers, 0.25) == pytest.approx(0.25 * 1.4e-3)
     before = {name: p.detach().clone() for name, p in setup.model.named_parameters()}
     epoch = [batch for batch in setup.loader.epoch(0) if batch.dataset == "darcy"][:2]
-    setup.step(epoch, 0, 0)
+    setup.step(epoch, 0)
     assert {group["lr"] for group, _ in adamw.inner_groups} == {0.25 * 1.4e-3}
     assert {group["weight_decay"] for group, _ in adamw.inner_groups} == {0.0, 0.03}
     stepped = {name for name, parameter in setup.model.named_parameters() if not torch.equal(parameter, before[name])}

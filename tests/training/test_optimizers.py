@@ -205,7 +205,7 @@ def test_a_step_changes_every_parameter_that_the_batches_use(tiny_setup, dtype):
     before = {key: value.clone() for key, value in setup.model.state_dict().items()}
     for step in range(4):  # zero-initialised outputs let gradients through from the second step on
         set_learning_rate(setup.optimizers, 1.0)
-        loss, _, norm = setup.step(batches[2 * step : 2 * step + 2], step, 2 * step)
+        loss, _, norm = setup.step(batches[2 * step : 2 * step + 2], step)
         assert loss.isfinite() and norm.isfinite()
     assert [key for key, value in setup.model.state_dict().items() if torch.equal(value, before[key])] == []
 
@@ -223,7 +223,7 @@ def test_gradients_are_clipped_as_one_vector(tiny_setup):
     setup.config = setup.config.model_copy(
         update={"training": setup.config.training.model_copy(update={"grad_clip": 0.01})}
     )
-    _, _, norm = setup.step(batches, 0, 0)
+    _, _, norm = setup.step(batches, 0)
     assert norm > 0.01 and math.hypot(*norms) == pytest.approx(0.01, rel=1e-3)
 
 
@@ -231,7 +231,7 @@ def test_microbatches_of_a_step_add_up_to_one_batch(tiny_setup):
     whole, parts = tiny_setup(("darcy",)), tiny_setup(("darcy",))
     batch = next(iter(whole.loader.epoch(0)))
     halves = [type(batch)("darcy", batch.inputs[i::2], batch.targets[i::2], batch.parameters[i::2], 0) for i in (0, 1)]
-    first, second = whole.step([batch], 0, 0), parts.step(halves, 0, 0)
+    first, second = whole.step([batch], 0), parts.step(halves, 0)
     torch.testing.assert_close(first[0], second[0])
     torch.testing.assert_close(first[2], second[2])
     for one, other in zip(whole.model.parameters(), parts.model.parameters()):

@@ -51,8 +51,8 @@ def change(setup: Setup, overlay: dict) -> None:
     setup.update(overlays.apply(setup.config, overlay))
 
 
-def batches(setup: Setup, count: int = 2) -> list:
-    epoch = setup.loader.epoch(0)
+def batches(setup: Setup, count: int = 2, start: int = 0) -> list:
+    epoch = setup.loader.epoch(0, start)
     return [next(epoch) for _ in range(count)]
 
 
@@ -115,7 +115,7 @@ def test_a_config_reached_by_flips_trains_like_a_fresh_build_of_it(tiny_setup):
         losses = []
         for setup in (flipped, fresh):
             torch.manual_seed(step)
-            losses.append(setup.step(batches(setup), step, 2 * step)[0].item())
+            losses.append(setup.step(batches(setup, start=2 * step), step)[0].item())
         assert losses[0] == losses[1]
     for (name, ours), (_, theirs) in zip(flipped.model.named_parameters(), fresh.model.named_parameters()):
         assert torch.equal(ours, theirs), name
@@ -182,7 +182,7 @@ def test_loss_frequency_computes_a_quarter_of_the_inverse_losses_at_half_the_poi
         sample = setup.objective._query_points
         setup.objective._query_points = lambda *given: points.append(sample(*given)) or points[-1]
         epoch = setup.loader.epoch(0)
-        setup.step([next(epoch) for _ in range(8)], 0, 0)
+        setup.step([next(epoch) for _ in range(8)], 0)
         setup.objective._query_points = sample
         for decoder in setup.model.inverse_decoders.values():
             decoder._forward_hooks.clear()
@@ -211,7 +211,7 @@ def test_under_autocast_transforms_norms_and_losses_stay_in_float32(tiny_setup, 
     settings["optimizer.name"] = "adamw"  # Muon's own iteration is in bfloat16 by design
     setup = tiny_setup(**INVERSE, **settings, **{"training.lambda_spectral": 0.1, "training.lambda_rollout": 0.1})
     with Operations() as found:
-        setup.step(batches(setup), 0, 0)
+        setup.step(batches(setup), 0)
     assert torch.bfloat16 in found.types["mm"]  # products are what autocast is for
     whole = {"_fft_r2c", "linalg_vector_norm", "_foreach_norm", "mean"} | ({"_softmax"} if backend == "math" else set())
     for name in whole & found.types.keys():
@@ -264,7 +264,7 @@ def test_gradients_are_touched_where_they_are_averaged_and_nowhere_else(tiny_set
     setup.loss.register_forward_pre_hook(lambda objective, _: touched.append(objective.touch_all))
     for no_sync, expected in ((True, [False, False, True]), (False, [True] * 3)):
         setup.config = overlays.apply(setup.config, {"training.no_sync": no_sync})
-        setup.step(batches(setup, 3), 0, 0)
+        setup.step(batches(setup, 3), 0)
         assert touched == expected
         touched.clear()
 
@@ -283,6 +283,7 @@ def test_compiling_is_another_launch_where_ranks_that_wait_for_a_failed_one_cann
 
 POOL = {
     "training.batch_size": (4, 6, 8),
+    "data.mixing.by": ("uniform", "size", "loss"),
     "training.amp": (False, True),
     "training.amp_dtype": ("bfloat16", "float16", "float32"),
     "operator.pdet.use_activation_checkpoint": (False, True),
@@ -319,7 +320,7 @@ def wander(setup: Setup, draws: random.Random, pool: dict, flips: int) -> None:
             change(setup, overlay)
         except ConfigError:
             continue
-        setup.step(batches(setup), done, 2 * done)
+        setup.step(batches(setup, start=2 * done), done)
         done += 1
 
 
@@ -330,7 +331,7 @@ def assert_trains_like_a_fresh_build(flipped: Setup) -> None:
         losses = []
         for setup in (flipped, fresh):
             torch.manual_seed(step), setup.generator.manual_seed(step)
-            losses.append(setup.step(batches(setup), 20 + step, 2 * step)[0])
+            losses.append(setup.step(batches(setup, start=2 * step), 20 + step)[0])
         assert torch.equal(losses[0], losses[1]), flipped.config
     for (name, ours), theirs in zip(flipped.model.named_parameters(), fresh.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), (name, flipped.config)
@@ -358,7 +359,7 @@ def test_flips_of_compiled_code_too_lead_to_a_fresh_build(tiny_setup, monkeypatc
 
 def test_moments_survive_another_learning_rate(tiny_setup):
     setup = tiny_setup()
-    setup.step(batches(setup), 0, 0)
+    setup.step(batches(setup), 0)
     before = [optimizer.state_dict()["state"] for optimizer in setup.optimizers]
     change(setup, {"optimizer.lr": 1e-5})
     for optimizer, state in zip(setup.optimizers, before):
@@ -413,4 +414,4 @@ def test_what_cannot_change_is_refused_and_changes_nothing(tiny_setup, overlay, 
         change(setup, overlay)
     assert setup.config == config
     assert setup.loader.schedule.global_size == loader.schedule.global_size
-    setup.step(batches(setup), 0, 0)
+    setup.step(batches(setup), 0)

@@ -116,13 +116,18 @@ def test_back_to_best_brings_the_best_weights_back_and_training_goes_on(tiny_con
 
 
 def test_requests_between_two_boundaries_are_all_obeyed(tiny_config, tmp_path, train_here):
-    requests = [(None, "pause"), ({"training.noise": 0.01}, None), (None, "checkpoint"), (None, "resume")]
+    overlay = {"data.mixing.by": "size"}
+    requests = [(None, "pause"), (overlay, None), (None, "checkpoint"), (None, "resume")]
     events = train_here(tiny_config(), tmp_path, asking(tmp_path, {3: requests}))
     (flip,) = kinds(events, "flip")
     assert flip["revision"] == 2 and flip["applied"] and not flip["cold"]
     assert [event["step"] for event in kinds(events, "checkpoint") if event["revision"] == 3] == [4]
     assert not kinds(events, "paused"), "resumed before it began"
-    assert runfolder.read_manifest(tmp_path)["applied"] == {"revision": 2, "overlay": {"training.noise": 0.01}}
+    assert runfolder.read_manifest(tmp_path)["applied"] == {"revision": 2, "overlay": overlay}
+    # the rest of the running epoch is the other mixture's: ten pairs of advection to each of Darcy
+    names = [name for event in kinds(events, "step") for name in event["datasets"]]
+    assert names[:4] == ["advection", "darcy"] * 2 and len(names) == 40
+    assert names[4:].count("darcy") == 4
 
 
 def test_a_pause_stops_the_clocks_obeys_flips_and_spoils_no_sample(
@@ -319,14 +324,14 @@ def test_a_flip_that_compiles_for_long_takes_nothing_from_the_time_limit(
 def test_what_a_step_compiles_after_a_flip_takes_nothing_from_the_time_limit(
     tiny_config, tmp_path, train_here, clock, monkeypatch, flipped
 ):
-    def compiling_step(self, batches, step, microbatch, real=Setup.step):
+    def compiling_step(self, batches, step, real=Setup.step):
         if step == 6:
             with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"):
                 clock.advance(100.0)
                 seen.append(runfolder.read_heartbeats(tmp_path)[0]["state"])
             with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"):
                 clock.advance(411.0)
-        return real(self, batches, step, microbatch)
+        return real(self, batches, step)
 
     seen, listening = [], list(callback_handler.start_callbacks)
     monkeypatch.setattr(Setup, "step", compiling_step)

@@ -82,14 +82,14 @@ def test_a_step_without_a_finite_loss_changes_no_weight_moment_or_average(tiny_s
     overlay = {"training.amp": amp is not None, "training.amp_dtype": amp or "float32"}
     setup = tiny_setup(**overlay, **{"guards.nonfinite": "stop", "training.ema_decay": 0.99})
     spoil(lambda call, total: total * bad if call == 3 else total)
-    setup.step(batches(setup), 0, 0)
+    setup.step(batches(setup), 0)
     before = state_of(setup)
-    setup.step(batches(setup), 1, 2)
+    setup.step(batches(setup), 1)
     assert setup.skipped == "loss"
     after = state_of(setup)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    setup.step(batches(setup), 2, 4)
+    setup.step(batches(setup), 2)
     assert not setup.skipped
     assert any(not torch.equal(before[key], value) for key, value in state_of(setup).items())
 
@@ -99,7 +99,7 @@ def test_an_infinite_gradient_under_a_finite_loss_is_skipped_too(tiny_setup):
     parameter = next(setup.model.parameters())
     hook = parameter.register_hook(lambda gradient: gradient * math.inf)
     before = state_of(setup)
-    loss, _, _ = setup.step(batches(setup), 0, 0)
+    loss, _, _ = setup.step(batches(setup), 0)
     hook.remove()
     assert loss.isfinite() and setup.skipped == "gradient"
     assert all(torch.equal(before[key], value) for key, value in state_of(setup).items())
@@ -112,7 +112,7 @@ def test_overflows_that_the_scaler_searches_its_scale_with_are_no_failure(tiny_s
     setup.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     reasons = []
     for step in range(4):
-        setup.step(batches(setup), step, 0)
+        setup.step(batches(setup), step)
         reasons.append(setup.skipped)
     assert set(reasons) == {"overflow"}
     assert setup.scaler.get_scale() == 2.0**123
@@ -122,7 +122,7 @@ def test_a_collapsed_scale_counts_as_failure(tiny_setup):
     setup = tiny_setup(**{"guards.nonfinite": "stop", "training.amp": True, "training.amp_dtype": "float16"})
     setup.scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
     next(setup.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
-    setup.step(batches(setup), 0, 0)
+    setup.step(batches(setup), 0)
     assert setup.skipped == "gradient"
 
 
@@ -175,7 +175,7 @@ def test_stopping_names_step_term_and_advice_and_keeps_the_last_good_checkpoint(
 def test_without_the_guard_a_step_does_not_wait_for_its_loss(tiny_setup, monkeypatch):
     setup = tiny_setup()
     monkeypatch.setattr(Setup, "_reason_to_skip", lambda *_: pytest.fail("read the loss inside the step"))
-    setup.step(batches(setup), 0, 0)
+    setup.step(batches(setup), 0)
     assert setup.skipped == ""
 
 
@@ -259,7 +259,7 @@ def test_a_failing_step_leaves_no_gradient(tiny_setup, little_memory):
     setup = tiny_setup(**MEMORY, **{"training.amp": True, "training.amp_dtype": "float16"})
     little_memory(4)
     with pytest.raises(torch.OutOfMemoryError):
-        setup.step(batches(setup), 0, 0)
+        setup.step(batches(setup), 0)
     scale = setup.scaler.get_scale()
     setup.discard_step()
     assert all(parameter.grad is None for parameter in setup.model.parameters())
@@ -611,7 +611,7 @@ def test_a_second_wish_to_compile_is_tried_again(tiny_setup, broken_compiler):
         with pytest.raises(Exception, match="compiler"):
             setup.try_compile()
         setup.update(overlays.apply(setup.config, {"training.compile": False}))
-    setup.step(batches(setup), 0, 0)
+    setup.step(batches(setup), 0)
 
 
 def test_compiling_ahead_leaves_noise_gradients_weights_and_data_as_found(tiny_setup, eager_compiler):
@@ -625,8 +625,8 @@ def test_compiling_ahead_leaves_noise_gradients_weights_and_data_as_found(tiny_s
         if setup is probed:
             setup.try_compile()
             assert all(parameter.grad is None for parameter in setup.model.parameters())
-        losses.append(setup.step(first, 0, 0)[0].item())
-        losses.append(setup.step([next(epoch), next(epoch)], 1, 2)[0].item())
+        losses.append(setup.step(first, 0)[0].item())
+        losses.append(setup.step([next(epoch), next(epoch)], 1)[0].item())
     assert losses[:2] == losses[2:]
 
 

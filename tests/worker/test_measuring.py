@@ -107,7 +107,7 @@ def test_what_cannot_take_turns_is_refused_and_the_run_is_as_it_was(begun, overl
     (refused,) = events("measuring")
     assert not refused["applied"] and said in refused["reason"] and refused["changes"] == {}
     assert measuring.configs is None and measuring.due(5) == WITHOUT == measuring.arm
-    setup.step(list(setup.loader.epoch(0))[:1], 0, 0)
+    setup.step(list(setup.loader.epoch(0))[:1], 0)
 
 
 def test_a_step_that_fails_because_of_the_change_is_taken_again_without_it(begun):

@@ -249,7 +249,7 @@ def take_steps(folder: Path, root: Path, num_steps: int) -> None:
                 batches = setup.loader.epoch(step)
             else:
                 chosen.append(batch)
-        losses.append(setup.step(chosen, step, step * len(chosen))[0].item())  # waits for the device
+        losses.append(setup.step(chosen, step)[0].item())  # waits for the device
         ended.append(time.perf_counter())
     assert all(map(math.isfinite, losses)), f"the loss is {losses[-1]}"
     first, *seconds = (after - before for before, after in itertools.pairwise(ended))

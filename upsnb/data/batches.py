@@ -1,12 +1,14 @@
 """Which pairs each rank trains on, in which order, and how they get to the device.
 
-The order is a function of (seed, epoch) alone: any rank, any restart and any number of ranks derive the same global
-microbatches and take their own slice. A pair is one (input frames, output frames) of one sample.
+The order is a function of (seed, epoch) alone, and of the last validation where datasets are mixed by loss: any rank,
+any restart and any number of ranks derive the same global microbatches and take their own slice. A pair is one (input
+frames, output frames) of one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +23,8 @@ from upsnb.data.datasets import Dataset
 from upsnb.errors import DataError
 from upsnb.spans import COPY, span
 
+LEAST_SHARE = 0.25  # by loss: of an equal share, which no dataset gets less than, so that none is forgotten
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -30,6 +34,7 @@ class Microbatch:
     pairs: np.ndarray  # (B, 2) int64: sample, first frame
     draws: np.ndarray  # (B, 2) float64 in [0, 1), each pair's own: which symmetric image of it is shown
     seed: int  # of this microbatch's query points, the same on all ranks
+    turn: int  # microbatches of this dataset before it: which losses are due
 
 
 @dataclass
@@ -41,6 +46,7 @@ class Batch:
     targets: Tensor  # (B, calls * T_out, C_out, *grid) float32
     parameters: Tensor  # (B, P) float32
     seed: int
+    turn: int = 0
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same with every tensor changed."""
@@ -55,8 +61,10 @@ class Batch:
 class Schedule:
     """The microbatches of every epoch.
 
-    An epoch visits every pair of the largest dataset once (but for an incomplete last microbatch, a different one each
-    epoch) and as many microbatches of each other dataset, reshuffled as often as needed. Datasets take turns.
+    Where datasets are mixed uniformly, an epoch visits every pair of the largest one once (but for an incomplete last
+    microbatch, a different one each epoch) and as many microbatches of each other, reshuffled as often as needed. Any
+    other mixture has the same number of microbatches, more of one dataset and fewer of another. Datasets take turns, as
+    evenly as their shares allow.
 
     Order and random images belong to the pairs and not to the microbatches: a step that sees 32 pairs sees the same
     ones in the same images as 4 microbatches of 8 or 2 of 16, on any number of ranks. Arms of a comparison that share
@@ -66,6 +74,7 @@ class Schedule:
     def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int):
         training = config.training
         self.seed, self.rank, self.batch_size = training.seed, rank, training.batch_size
+        self.mixing = config.data.mixing
         self.global_size = training.batch_size * world_size
         calls = 2 if training.lambda_rollout > 0 else 1
         self.pairs = {name: dataset.pairs("train", calls) for name, dataset in datasets.items()}
@@ -83,23 +92,53 @@ class Schedule:
                 f"{self.num_microbatches} microbatches of {self.global_size} pairs -> lower accum_steps or batch_size"
             )
 
-    def epoch(self, epoch: int, start: int = 0) -> list[Microbatch]:
-        """This rank's microbatches of an epoch from position `start` on."""
-        orders = {name: self._order(name, epoch) for name in self.pairs}
-        draws = {name: self._draws(name, epoch) for name in self.pairs}
-        microbatches = []
-        for position in range(start, self.num_microbatches):
-            name = list(self.pairs)[position % len(self.pairs)]
-            first = (position // len(self.pairs)) * self.global_size
-            rows = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-            chosen, drawn = (part[first : first + self.global_size][rows] for part in (orders[name], draws[name]))
-            seed = int(np.random.SeedSequence((self.seed, epoch, position)).generate_state(1)[0])
-            microbatches.append(Microbatch(name, self.pairs[name][chosen], drawn, seed))
-        return microbatches
+    def epoch(self, epoch: int, start: int = 0, losses: Mapping[str, float] | None = None) -> list[Microbatch]:
+        """This rank's microbatches of an epoch from position `start` on.
 
-    def _order(self, name: str, epoch: int) -> np.ndarray:
-        """Indices of pairs, enough for the epoch: as many passes over the dataset as that takes."""
-        count, needed = len(self.pairs[name]), self.per_dataset * self.global_size
+        Args:
+            losses: as of `shares`.
+        """
+        shares = self.shares(epoch, losses or {})
+        counts = _apportioned(np.array(list(shares.values())), self.num_microbatches)
+        due = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+        names = np.repeat(list(shares), counts)[np.argsort(due, kind="stable")]
+        return self.microbatches(names.tolist(), epoch, start)
+
+    def shares(self, epoch: int, losses: Mapping[str, float]) -> dict[str, float]:
+        """Which part of an epoch's microbatches is of each dataset; 0 for those that join later.
+
+        Args:
+            losses: validation nRMSE by dataset; unknown, infinite and larger ones count as 1, which is no skill at all.
+        """
+        weights = {
+            "uniform": lambda name: 1.0,
+            "size": lambda name: float(len(self.pairs[name])),
+            "loss": lambda name: max(1e-6, min(1.0, losses.get(name, 1.0))),  # in this order NaN counts as 1
+        }[self.mixing.by]
+        joined = [name for name in self.pairs if self.mixing.from_epoch.get(name, 0) <= epoch]
+        total = sum(map(weights, joined))
+        least = LEAST_SHARE if self.mixing.by == "loss" else 0.0
+        shares = {name: least / len(joined) + (1 - least) * weights(name) / total for name in joined}
+        return dict.fromkeys(self.pairs, 0.0) | shares
+
+    def microbatches(self, names: Sequence[str], epoch: int, start: int = 0) -> list[Microbatch]:
+        """This rank's microbatches of these datasets, one after the other, from position `start` on."""
+        needed = {name: count * self.global_size for name, count in Counter(names).items()}
+        orders = {name: self._order(name, epoch, count) for name, count in needed.items()}
+        draws = {name: self._draws(name, epoch, count) for name, count in needed.items()}
+        found, done = [], dict.fromkeys(needed, 0)
+        for position, name in enumerate(names):
+            first = done[name] * self.global_size + self.rank * self.batch_size
+            turn, done[name] = epoch * self.per_dataset + done[name], done[name] + 1
+            if position >= start:
+                chosen, drawn = (part[first : first + self.batch_size] for part in (orders[name], draws[name]))
+                seed = int(np.random.SeedSequence((self.seed, epoch, position)).generate_state(1)[0])
+                found.append(Microbatch(name, self.pairs[name][chosen], drawn, seed, turn))
+        return found
+
+    def _order(self, name: str, epoch: int, needed: int) -> np.ndarray:
+        """So many indices of pairs: as many passes over the dataset as that takes."""
+        count = len(self.pairs[name])
         key = sorted(self.pairs).index(name)
         passes = [
             np.random.default_rng((self.seed, epoch, key, number)).permutation(count)
@@ -107,12 +146,20 @@ class Schedule:
         ]
         return np.concatenate(passes)[:needed]
 
-    def _draws(self, name: str, epoch: int) -> np.ndarray:
+    def _draws(self, name: str, epoch: int, needed: int) -> np.ndarray:
         """Two numbers in [0, 1) for each index of `_order`."""
         key = sorted(self.pairs).index(name)
         # A spawn key: numpy takes seeds (seed, epoch, key) and (seed, epoch, key, 0) for the same, `_order`'s.
         own = np.random.SeedSequence((self.seed, epoch, key), spawn_key=(1,))
-        return np.random.default_rng(own).random((self.per_dataset * self.global_size, 2))
+        return np.random.default_rng(own).random((needed, 2))
+
+
+def _apportioned(shares: np.ndarray, total: int) -> np.ndarray:
+    """Whole numbers in proportion to shares, which add up to `total`: the largest remainders are rounded up."""
+    exact = shares * total
+    counts = np.floor(exact + 1e-9).astype(int)
+    counts[np.argsort(counts - exact, kind="stable")[: total - counts.sum()]] += 1
+    return counts
 
 
 class PairReader(torch.utils.data.Dataset):
@@ -136,7 +183,7 @@ class PairReader(torch.utils.data.Dataset):
             inputs = frames[:, : spec.input_frames]
             targets = frames[:, spec.input_frames :, : spec.output_channels].contiguous()
         parameters = torch.from_numpy(source.parameters[samples])
-        return Batch(microbatch.dataset, inputs.contiguous(), targets, parameters, microbatch.seed)
+        return Batch(microbatch.dataset, inputs.contiguous(), targets, parameters, microbatch.seed, microbatch.turn)
 
 
 class ResidentPairs:
@@ -158,7 +205,8 @@ class ResidentPairs:
         pairs = torch.from_numpy(microbatch.pairs).to(self.device, non_blocking=True)
         samples = pairs[:, 0]
         if not spec.time_dependent:
-            return Batch(microbatch.dataset, inputs[samples], targets[samples], parameters[samples], microbatch.seed)
+            fields = inputs[samples], targets[samples], parameters[samples]
+            return Batch(microbatch.dataset, *fields, microbatch.seed, microbatch.turn)
         length = spec.input_frames + self.calls * spec.output_frames
         times = pairs[:, 1:] + torch.arange(length, device=self.device)
         frames = inputs[samples[:, None], times]
@@ -168,6 +216,7 @@ class ResidentPairs:
             frames[:, spec.input_frames :, : spec.output_channels],
             parameters[samples],
             microbatch.seed,
+            microbatch.turn,
         )
 
 
@@ -194,6 +243,7 @@ class Loader:
         """`before`: a loader of the same datasets, whose resident data is taken over."""
         self.datasets, self.config, self.device = datasets, config, torch.device(device)
         self.schedule = Schedule(datasets, config, rank, world_size)
+        self.shares = self.schedule.shares(0, {})  # of the epoch that was asked for last
         self.calls = 2 if config.training.lambda_rollout > 0 else 1
         self.residency = residency(datasets, config)
         resident = self.residency == "device"
@@ -211,9 +261,14 @@ class Loader:
         self._coming: list[Microbatch] = []  # what the loader processes are to read next
         self._workers = None if resident else self._start_workers()
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Batches from position `start` of an epoch; resuming there repeats and skips nothing."""
-        microbatches = self.schedule.epoch(epoch, start)
+    def epoch(self, epoch: int, start: int = 0, losses: Mapping[str, float] | None = None) -> Iterator[Batch]:
+        """Batches from position `start` of an epoch; resuming there repeats and skips nothing.
+
+        Args:
+            losses: as of `Schedule.shares`.
+        """
+        self.shares = self.schedule.shares(epoch, losses or {})
+        microbatches = self.schedule.epoch(epoch, start, losses)
         for microbatch, batch in zip(microbatches, self._read(microbatches), strict=True):
             dataset = self.datasets[batch.dataset]
             if dataset.augment:
@@ -224,7 +279,7 @@ class Loader:
     def peek(self) -> list[Batch]:
         """One microbatch of each dataset, read here and now; an epoch that is under way does not notice."""
         reader = self.reader or PairReader(self.datasets, self.calls)
-        first = self.schedule.epoch(0)[: len(self.datasets)]
+        first = self.schedule.microbatches(list(self.datasets), epoch=0)
         return [reader[microbatch].map(lambda x: x.to(self.device).contiguous()) for microbatch in first]
 
     def _start_workers(self) -> DataLoader:

@@ -85,25 +85,25 @@ class Rehearsal:
             sizes = (outline.num_bytes for outline in self.outlines.values())
             self.resident = [torch.empty(size // 4, device=device) for size in sizes]
         self._ledger: Ledger | None = None  # of the steps being taken
-        self._step([self._batch(name, 1) for name in self.outlines], 0)
+        self._step([self._batch(name, 1) for name in self.outlines])
 
-    def _step(self, batches: list[Batch], start: int) -> None:
+    def _step(self, batches: list[Batch]) -> None:
         with warnings.catch_warnings():
             # QK norm in bfloat16: torch says that no fused kernel takes its float32 weights; it takes another one
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
-            self.setup.step(batches, ESTABLISHED, start)
+            self.setup.step(batches, ESTABLISHED)
 
     def switch(self, name: str) -> None:
         """Take part in the step's spans, as a `spans.Recorder`."""
         if name in MARKS:
             self._ledger.mark(MARKS[name])
 
-    def _batch(self, name: str, size: int) -> Batch:
+    def _batch(self, name: str, size: int, turn: int = 0) -> Batch:
         spec, calls = self.outlines[name].spec, 2 if self.config.training.lambda_rollout > 0 else 1
         inputs = (size, spec.input_frames, spec.input_channels, *spec.grid_shape)
         targets = (size, calls * spec.output_frames, spec.output_channels, *spec.grid_shape)
         fields = [torch.zeros(shape, device=self.device) for shape in (inputs, targets, (size, spec.num_parameters))]
-        return Batch(name, *fields, seed=0)
+        return Batch(name, *fields, seed=0, turn=turn)
 
     def steps(self, batch_size: int) -> None:
         """As many optimizer steps as show every dataset, and every loss with gradients of earlier microbatches there.
@@ -118,12 +118,13 @@ class Rehearsal:
         if computed > len(names) and every > 1:
             starts.append(len(names) * (every - 1))  # the second microbatch computes what the first did above
         for start in starts:
-            batches = [self._batch(names[(start + i) % len(names)], batch_size) for i in range(accumulated)]
+            places = [divmod(start + i, len(names)) for i in range(accumulated)]
+            batches = [self._batch(names[place], batch_size, turn) for turn, place in places]
             if self._ledger is not None:
                 for batch in batches:
                     fields = (batch.inputs, batch.targets, batch.parameters)
                     self._ledger.adopt(fields, "data", f"batches.{batch.dataset}")
-            self._step(batches[:computed], start)
+            self._step(batches[:computed])
 
     def account(self, batch_size: int, offloaded: bool = False) -> Account:
         """Every storage of these steps on this device.

@@ -155,7 +155,7 @@ class Profiler:
                     ("flops", counting.flops_per_microbatch(self.config, self.setup.datasets)),
                     ("product_bytes", counting.bytes_per_microbatch(self.config, self.setup.datasets)),
                 ):
-                    mean = sum(counted.values()) / len(counted)
+                    mean = sum(counted[name] * share for name, share in self.setup.loader.shares.items())
                     record[f"{kind}_per_step"] = mean * self.config.training.accum_steps
         except (RuntimeError, ValueError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"

@@ -209,12 +209,11 @@ class Setup:
         return optimizers.set_learning_rate(self.optimizers, factor * self.plateau.factor)
 
     @compiling.step
-    def step(self, batches: list[Batch], step: int, microbatch: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def step(self, batches: list[Batch], step: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """One optimizer step over its microbatches.
 
         Args:
             step: optimizer steps done before, for loss warm-up.
-            microbatch: microbatches of all datasets done before, for loss frequencies.
         Returns:
             Mean loss, mean of each term over the microbatches that computed it, both over all ranks, and the gradient
             norm: tensors on the device; reading them synchronises, so the loop reads them later.
@@ -222,8 +221,8 @@ class Setup:
         training, dtype = self.config.training, precision.amp_dtype(self.config)
         totals, terms, computed = [], {}, set()
         for number, batch in enumerate(batches):
-            # Datasets take turns: counted over all of them, "every second" would always be the same dataset's.
-            weights = active_terms(training, step, (microbatch + number) // len(self.datasets))
+            # By dataset: counted over all of them, "every second" might always be the same dataset's.
+            weights = active_terms(training, step, batch.turn)
             averages = number == len(batches) - 1 or not training.no_sync
             self.objective.touch_all = averages and self.ranks.world_size > 1 and not training.use_fsdp2
             with parallel.synchronising(self.loss, averages):

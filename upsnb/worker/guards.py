@@ -144,7 +144,7 @@ class Guards:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def attempt(
-        self, batches: list[Batch], step: int, microbatch: int, blame: Callable[[Exception], bool] = lambda error: False
+        self, batches: list[Batch], step: int, blame: Callable[[Exception], bool] = lambda error: False
     ) -> tuple | None:
         """What `Setup.step` returns; None where the step failed and other settings to take it again with will come.
 
@@ -152,7 +152,7 @@ class Guards:
             blame: whether somebody else knows the cause of an error and takes it away.
         """
         try:
-            return self.setup.step(batches, step, microbatch)
+            return self.setup.step(batches, step)
         except Exception as error:
             if not (blame(error) or self._rescue(error, step)):
                 raise

@@ -223,7 +223,7 @@ class Loop:
 
     def _epoch(self) -> str | None:
         training, position = self.config.training, self.position
-        batches = self.setup.loader.epoch(position.epoch, position.microbatch)
+        batches = self.setup.loader.epoch(position.epoch, position.microbatch, position.losses)
         left = self.setup.loader.schedule.num_microbatches - position.microbatch
         for _ in range(left // training.accum_steps):
             self._beat()  # before and after reading: a rank whose disk hangs stands one beat behind the others
@@ -339,8 +339,7 @@ class Loop:
         setup, position = self.setup, self.position
         self._beat()
         rate = setup.set_learning_rate(self.progress)
-        done = position.epoch * setup.loader.schedule.num_microbatches + position.microbatch
-        result = self.guards.attempt(batches, position.step, done, self.measuring.blame)
+        result = self.guards.attempt(batches, position.step, self.measuring.blame)
         if result is None:
             return False
         position.step += 1
@@ -386,7 +385,7 @@ class Loop:
             self.setup.plateau.forget()
         results = self._evaluate("validation", runfolder.GLANCE, fraction)
         scores = {name: evaluation.headline(result) for name, result in results.items()}
-        score = float(np.mean(list(scores.values())))
+        position.losses, score = scores, float(np.mean(list(scores.values())))
         improved = score < position.best
         position.waited = 0 if improved else position.waited + 1
         if improved:

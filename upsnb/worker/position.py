@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class Position:
     best_step: int = -1
     waited: int = 0  # validations since then
     validated_fraction: float = 1.0  # share of the validation split that these were measured on
+    losses: dict[str, float] = field(default_factory=dict)  # nRMSE of the last validation, by dataset
 
     @classmethod
     def of(cls, values: dict) -> Position:
@@ -35,14 +36,17 @@ class Position:
         position = cls(**values)
         for name, default in vars(cls()).items():
             found = getattr(position, name)
-            if isinstance(default, str) != isinstance(found, str) or not isinstance(found, (str, int, float)):
+            kind = type(default) if isinstance(default, (str, dict)) else (int, float)
+            inner = found.values() if isinstance(found, dict) else ()
+            if not isinstance(found, kind) or not all(isinstance(value, (int, float)) for value in inner):
                 raise TypeError(f"{name} is {shown(found)}")
         return position
 
     def find(self, old_size: int, schedule: Schedule) -> None:
         """Find the place of an old schedule in this one: as many whole turns of all datasets as fit what was seen.
 
-        The order of an epoch is the same whatever the batch, so no more than a part of one microbatch comes twice.
+        The order of an epoch is the same whatever the batch, so no more than a part of one microbatch comes twice; or
+        of one of each dataset, where they are not mixed uniformly.
 
         Args:
             old_size: pairs in a microbatch of all ranks.
