@@ -162,8 +162,14 @@ def _apportioned(shares: np.ndarray, total: int) -> np.ndarray:
     return counts
 
 
+def _augmented(dataset: Dataset, microbatch: Microbatch, inputs: Tensor, targets: Tensor, parameters: Tensor) -> Batch:
+    if dataset.augment:
+        inputs, targets = symmetries.images(dataset.family, inputs, targets, microbatch.draws)
+    return Batch(dataset.name, inputs, targets, parameters, microbatch.seed, microbatch.turn)
+
+
 class PairReader(torch.utils.data.Dataset):
-    """Reads microbatches from HDF5; runs in loader processes, hands out CPU tensors only."""
+    """Reads and augments microbatches from HDF5; runs in loader processes, hands out CPU tensors only."""
 
     def __init__(self, datasets: dict[str, Dataset], calls: int):
         self.datasets, self.calls = datasets, calls
@@ -183,7 +189,7 @@ class PairReader(torch.utils.data.Dataset):
             inputs = frames[:, : spec.input_frames]
             targets = frames[:, spec.input_frames :, : spec.output_channels].contiguous()
         parameters = torch.from_numpy(source.parameters[samples])
-        return Batch(microbatch.dataset, inputs.contiguous(), targets, parameters, microbatch.seed, microbatch.turn)
+        return _augmented(dataset, microbatch, inputs.contiguous(), targets, parameters)
 
 
 class ResidentPairs:
@@ -200,24 +206,17 @@ class ResidentPairs:
             self.fields[name] = (inputs, targets, torch.from_numpy(dataset.source.parameters).to(device))
 
     def __getitem__(self, microbatch: Microbatch) -> Batch:
-        spec = self.datasets[microbatch.dataset].spec
-        inputs, targets, parameters = self.fields[microbatch.dataset]
+        dataset = self.datasets[microbatch.dataset]
+        spec, (inputs, targets, parameters) = dataset.spec, self.fields[microbatch.dataset]
         pairs = torch.from_numpy(microbatch.pairs).to(self.device, non_blocking=True)
         samples = pairs[:, 0]
         if not spec.time_dependent:
-            fields = inputs[samples], targets[samples], parameters[samples]
-            return Batch(microbatch.dataset, *fields, microbatch.seed, microbatch.turn)
+            return _augmented(dataset, microbatch, inputs[samples], targets[samples], parameters[samples])
         length = spec.input_frames + self.calls * spec.output_frames
         times = pairs[:, 1:] + torch.arange(length, device=self.device)
         frames = inputs[samples[:, None], times]
-        return Batch(
-            microbatch.dataset,
-            frames[:, : spec.input_frames],
-            frames[:, spec.input_frames :, : spec.output_channels],
-            parameters[samples],
-            microbatch.seed,
-            microbatch.turn,
-        )
+        targets = frames[:, spec.input_frames :, : spec.output_channels]
+        return _augmented(dataset, microbatch, frames[:, : spec.input_frames], targets, parameters[samples])
 
 
 def residency(datasets: dict[str, Dataset], config: RunConfig) -> str:
@@ -269,12 +268,11 @@ class Loader:
         """
         self.shares = self.schedule.shares(epoch, losses or {})
         microbatches = self.schedule.epoch(epoch, start, losses)
-        for microbatch, batch in zip(microbatches, self._read(microbatches), strict=True):
-            dataset = self.datasets[batch.dataset]
-            if dataset.augment:
-                pair = batch.inputs, batch.targets
-                batch.inputs, batch.targets = symmetries.images(dataset.family, *pair, microbatch.draws)
-            yield batch
+        if self.reader is not None:
+            yield from map(self.reader.__getitem__, microbatches)
+            return
+        self._coming[:] = microbatches
+        yield from self._workers if self.device.type != "cuda" else self._copied(self._workers)
 
     def peek(self) -> list[Batch]:
         """One microbatch of each dataset, read here and now; an epoch that is under way does not notice."""
@@ -298,14 +296,6 @@ class Loader:
             persistent_workers=num_workers > 0,  # starting them takes a second or more
             generator=torch.Generator(),  # else it draws from the state that drop-path uses, and resuming differs
         )
-
-    def _read(self, microbatches: list[Microbatch]) -> Iterator[Batch]:
-        if self.reader is not None:
-            for microbatch in microbatches:
-                yield self.reader[microbatch]
-            return
-        self._coming[:] = microbatches
-        yield from self._workers if self.device.type != "cuda" else self._copied(self._workers)
 
     def _copied(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Batches on the GPU; while one is computed with, the next one is copied, in a stream of its own."""
