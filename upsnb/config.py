@@ -107,9 +107,7 @@ class DatasetConfig(Section):
 class SplitConfig(Section):
     """Which samples are trained on, selected on and reported on."""
 
-    convention: Literal["pdebench", "first", "last", "distinct"] = (
-        "pdebench"  # where the test block lies (docs/data.md)
-    )
+    convention: Literal["pdebench", "first", "last", "distinct"] = "pdebench"  # where the test block lies: docs/data.md
     validation_fraction: OpenFraction = 0.1  # share of samples for model selection
     test_fraction: OpenFraction = 0.1  # share of samples that is only reported on
 
@@ -209,9 +207,7 @@ class TrainingConfig(Section):
     seed: Seed = 42  # weights, data order, augmentation
     batch_size: PositiveInt = 8  # training pairs per rank and microbatch
     accum_steps: PositiveInt = 1  # microbatches per optimizer step
-    num_workers: NonNegativeInt = (
-        0  # processes of this machine that read HDF5 (residency workers), shared out among its ranks
-    )
+    num_workers: NonNegativeInt = 0  # processes of a machine that read HDF5 (residency workers), for all its ranks
     prefetch_factor: PositiveInt = 2  # batches read ahead by each worker
     pin_memory: bool = False  # page-locked host memory for copies to a GPU
     amp: bool = False  # autocast to amp_dtype
@@ -384,14 +380,11 @@ class RunConfig(Section):
 
 def _fields_of(annotation) -> type[Section] | None:
     """The Section behind a field's annotation (`X`, `X | None`), or None for a plain value."""
-    for candidate in typing.get_args(annotation) if _is_union(annotation) else (annotation,):
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    for candidate in typing.get_args(annotation) if is_union else (annotation,):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
-
-
-def _is_union(annotation) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 @functools.cache
@@ -399,14 +392,12 @@ def setting_paths(section: type[Section] = RunConfig, prefix: str = "") -> tuple
     """Dotted paths of every setting; entries of named mappings are written with `*`."""
     paths = []
     for name, field in section.model_fields.items():
-        inner = _fields_of(field.annotation)
-        if inner is not None:
+        if inner := _fields_of(field.annotation):
             paths += setting_paths(inner, f"{prefix}{name}.")
             continue
         paths.append(prefix + name)
         if typing.get_origin(field.annotation) is dict:
-            value_type = _fields_of(typing.get_args(field.annotation)[1])
-            if value_type is not None:
+            if value_type := _fields_of(typing.get_args(field.annotation)[1]):
                 paths += setting_paths(value_type, f"{prefix}{name}.*.")
     return tuple(paths)
 
@@ -424,8 +415,7 @@ def nearest_setting(path: str) -> str:
     leaves = {p.rpartition(".")[2]: p for p in valid}
     sections = {name: name for name in RunConfig.model_fields} if not section else {}
     for names in (sections, siblings, leaves):
-        close = difflib.get_close_matches(leaf, list(names), n=1, cutoff=0.6)
-        if close:
+        if close := difflib.get_close_matches(leaf, list(names), n=1, cutoff=0.6):
             return f"did you mean {names[close[0]]}?"
     if siblings:
         return f"{section} knows {', '.join(sorted(siblings))}"
@@ -434,9 +424,8 @@ def nearest_setting(path: str) -> str:
 
 def _explain(error: dict) -> Problem:
     path = ".".join(str(part) for part in error["loc"] if not _is_union_tag(part))
-    found = error["input"]
+    found, kind = error["input"], error["type"]
     said = f"got the text {shown(found)}" if isinstance(found, str) else f"got {shown(found)}"
-    kind = error["type"]
     if kind == "extra_forbidden":
         return Problem(path, "unknown setting", nearest_setting(path))
     if kind == "literal_error":
@@ -506,7 +495,6 @@ def load(path: Path) -> RunConfig:
 def parse(text: str, where: str = "the saved configuration") -> RunConfig:
     """A config from the text that `dump` gave."""
     values = plain_yaml.mapping(text, where)
-    found = values.pop("format", None)
-    if found != FORMAT:
+    if (found := values.pop("format", None)) != FORMAT:
         raise ConfigError([f"format: found {found!r}, this version reads {FORMAT}"], where)
     return validate(values, where)

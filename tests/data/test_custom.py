@@ -217,7 +217,7 @@ def test_a_static_pair_is_audited_and_drawn(own_config, tmp_path):
     report, audits = data_report.report({"own": dataset}, tmp_path)
     assert "the test split leaks" in [finding.name for finding in audits["own"].findings]
     assert report["datasets"]["own"]["family"] == "custom"
-    drawn = [data_report.through_time(dataset), data_report.values({"own": dataset}), figures.data_samples(dataset)]
+    drawn = [data_report.samples(dataset), data_report.values({"own": dataset})]
     for figure in drawn:
         assert "p [Pa]" in {text.get_text() for text in figure.findobj(Text)}
 

@@ -71,7 +71,7 @@ def cuda_setup(tiny_config):
 
 def take_steps(setup, count, first=0):
     epoch = setup.loader.epoch(0)
-    return [setup.step([next(epoch)], first + step, first + step)[0].item() for step in range(count)]
+    return [setup.step([next(epoch)], first + step)[0].item() for step in range(count)]
 
 
 def losses(events):

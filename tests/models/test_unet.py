@@ -52,6 +52,6 @@ def test_a_shallow_one_is_a_block_and_a_projection():
 def test_every_parameter_learns_and_its_blocks_are_those_that_phases_act_on(tiny_setup):
     made = tiny_setup(**SETTINGS)
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
-    made.step(made.loader.peek(), 0, 0)
+    made.step(made.loader.peek(), 0)
     assert all(not torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
     assert len(made.model.blocks()) == 2 * 5

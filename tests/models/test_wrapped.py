@@ -101,7 +101,7 @@ def wrap(spec, network, **model):
 
 
 def step(setup, number=0):
-    return setup.step(setup.loader.peek(), number, number)[0]
+    return setup.step(setup.loader.peek(), number)[0]
 
 
 # -- what a network is given, and what it gives -----------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_twenty_steps_have_the_losses_of_a_loop_written_by_hand(tiny_setup, name
     spec, network = setup.model.specs[name], copy.deepcopy(setup.model.networks[name])
     batches = list(setup.loader.epoch(0, 0))[:2] * 10
     setup.set_learning_rate(0.5)
-    found = [float(setup.step([batch], number, number)[0]) for number, batch in enumerate(batches)]
+    found = [float(setup.step([batch], number)[0]) for number, batch in enumerate(batches)]
 
     wide = [p for p in network.parameters() if p.ndim > 1]
     thin = [p for p in network.parameters() if p.ndim == 1]
