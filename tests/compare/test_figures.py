@@ -141,8 +141,8 @@ def test_phases_are_added_in_their_order_whatever_order_they_were_chosen_in():
     from upsnb.hardware import Hardware
 
     base, machine = overlays.resolve({"training.device": "cpu"}), Hardware("cpu", 1, "a laptop", 16.0, 2)
-    entries, *_ = ladder.plan(base, machine, ("no_sync", "bf16", "compile"))
-    assert [entry.phase for entry in entries if entry.kind == "ladder"] == ["compile", "bf16", "no_sync"]
+    entries, *_ = ladder.plan(base, machine, ("foreach", "bf16", "compile"))
+    assert [entry.phase for entry in entries if entry.kind == "ladder"] == ["compile", "bf16", "foreach"]
 
 
 def test_the_kept_ladder_and_scaling_can_be_drawn_again():

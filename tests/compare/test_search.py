@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from made_runs import make_event
 
 from upsnb import overlays
 from upsnb.compare import ladder_figures, search
@@ -217,11 +218,11 @@ def test_slow_steps_shorten_a_measurement_and_quick_ones_do_not(tiny_config, tmp
 
         def measure(self, what, within, steps):
             asked.append(steps)
-            begins = {"kind": "measuring", "step": 0, "time": 0.0, "applied": True}
-            ends = {"kind": "flip_effect", "step": steps, "time": steps * seconds[len(asked) - 1]}
-            lines = (begins, {**ends, "ratio": 1.0, "ci95": [0.9, 1.1]})
+            begins = {"kind": "measuring", "step": 0, "time": 0.0, "applied": True, "revision": len(asked)}
+            time_s = steps * seconds[len(asked) - 1]
+            ends = make_event("flip_effect", step=steps, time=time_s, revision=len(asked))
             with open(tmp_path / "events.jsonl", "a") as file:
-                file.writelines(json.dumps({**line, "revision": len(asked)}) + "\n" for line in lines)
+                file.writelines(json.dumps(event) + "\n" for event in (begins, ends))
             return len(asked)
 
     made = search.Search(tiny_config(), tmp_path, 20.0, 1, lambda text: None)

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from made_runs import step
 
 from upsnb.compare import arms, ladder, scaling
 from upsnb.compare.turns import LEAST_STEADY, PATIENCE, Block, Turns, interleave, ratio_of_turns
@@ -78,9 +79,9 @@ class SlowRun:
     def status(self):
         self.clock.advance(1.0)
         self.steps += 1
-        step = {"kind": "step", "steady": self.steady and self.steps > 3, "step_time_ms": 1e3, "samples_per_s": 8.0}
+        event = step(self.steps, 1e3, 8.0, self.steady and self.steps > 3, time=self.clock.now)
         with open(self.folder / "events.jsonl", "a") as file:
-            file.write(json.dumps({**step, "step": self.steps, "time": self.clock.now}) + "\n")
+            file.write(json.dumps(event) + "\n")
         return "running"
 
 

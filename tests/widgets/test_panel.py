@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import ipywidgets
 import numpy as np
 import pytest
+from made_runs import make_event
 from test_charts import START, flip_event, say, step_event
 from waiting import until
 
@@ -297,7 +298,7 @@ def test_back_to_best_asks_first_and_says_what_came_of_it(folder):
     shown = Panel(handle.Run.attach(folder))
     shown.refresh()
     assert shown._actions["Back to best"].disabled, "nothing was validated"
-    say(folder, {"kind": "eval", "time": 1.0, "step": 15, "time_s": 7.5, "val_nrmse": {"waves": 0.3}, "best": True})
+    say(folder, make_event("eval", step=15, time=1.0, time_s=7.5, val_nrmse={"waves": 0.3}, best=True))
     shown.refresh()
     click(shown, "Back to best")
     assert "step 15" in shown._note.value and not (folder / runfolder.CONTROL).exists()
