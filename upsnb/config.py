@@ -22,7 +22,8 @@ from upsnb import plain_yaml
 from upsnb.errors import ConfigError, Problem, shown
 from upsnb.rules import contradictions
 from upsnb.values import (
-    ChannelName,
+    OWN,
+    CustomConfig,
     DatasetName,
     FolderName,
     Fraction,
@@ -39,7 +40,6 @@ from upsnb.values import (
 )
 
 FORMAT = 1  # version of the saved config.yaml
-OWN = "custom"  # the family of a user's own arrays
 
 
 class GenerateConfig(Section):
@@ -51,31 +51,6 @@ class GenerateConfig(Section):
     parameter: Quantity | None = None  # the equation's parameter where it has one, like advection's speed beta
     parameters: dict[str, Quantity] = {}  # several by name; those left out are the row's
     seed: Seed = 0  # seed of the generator, apart from training.seed
-
-
-class ArrayConfig(Section):
-    """One array of a user's files."""
-
-    axes: tuple[Literal["sample", "time", "x", "y", "z", "channel"], ...]  # as they lie in the file
-    channels: tuple[ChannelName, ...]  # what it holds; several lie along its axis `channel`, in this order
-    given: bool = False  # what the model sees and does not predict; without a time, and the same along axes it lacks
-
-
-class CustomConfig(Section):
-    """The row of a user's own arrays: where HDF5 or NumPy files hold what, and what is known of it."""
-
-    title: str = "own data"  # for tables
-    arrays: dict[PathText, ArrayConfig]  # by their path in a file; `*` in it: one for each sample
-    periodic: tuple[bool, ...]  # of x, y, z; false: walls
-    domain: tuple[tuple[Quantity, Quantity], ...] = ()  # ends of x, y, z; empty: 0 and 1
-    coordinates: tuple[PathText, ...] = ()  # paths of the points in x, y, z; empty: centres of even cells
-    times: PathText | None = None  # path of the saved times
-    time_step: PositiveFloat | None = None  # between saved times, where no array holds them
-    parameters: dict[ChannelName, PathText] = {}  # path of its values, one or one a sample; or path@attribute
-    units: dict[ChannelName, str] = {}  # of channels, for figures
-    symmetries: tuple[Literal["shift", "shift x", "sign", "turn"], ...] = ()  # images of a solution that are solutions
-    vectors: tuple[tuple[ChannelName, ...], ...] = ()  # channels that turn with space: x, y, z component
-    priors: tuple[Literal["conservation", "positivity"], ...] = ()  # what holds: means stay, values are not negative
 
 
 class DatasetConfig(Section):

@@ -1,15 +1,16 @@
-"""Kinds of values that settings have, each with its bounds."""
+"""Kinds of values that settings have, each with its bounds; and the row of own arrays, which readers need as well."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from upsnb.rules import TAKEN
 
+OWN = "custom"  # the family of a user's own arrays
 MOST = 2**31 - 1  # of any count
 LARGEST = 1.0e9  # of any quantity: finite in float32 whatever it is multiplied with, and a time that clocks can wait
 PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
@@ -51,3 +52,28 @@ class Section(BaseModel):
     """A frozen group of settings; unknown keys, wrong types and infinite numbers are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ArrayConfig(Section):
+    """One array of a user's files."""
+
+    axes: tuple[Literal["sample", "time", "x", "y", "z", "channel"], ...]  # as they lie in the file
+    channels: tuple[ChannelName, ...]  # what it holds; several lie along its axis `channel`, in this order
+    given: bool = False  # what the model sees and does not predict; without a time, and the same along axes it lacks
+
+
+class CustomConfig(Section):
+    """The row of a user's own arrays: where HDF5 or NumPy files hold what, and what is known of it."""
+
+    title: str = "own data"  # for tables
+    arrays: dict[PathText, ArrayConfig]  # by their path in a file; `*` in it: one for each sample
+    periodic: tuple[bool, ...]  # of x, y, z; false: walls
+    domain: tuple[tuple[Quantity, Quantity], ...] = ()  # ends of x, y, z; empty: 0 and 1
+    coordinates: tuple[PathText, ...] = ()  # paths of the points in x, y, z; empty: centres of even cells
+    times: PathText | None = None  # path of the saved times
+    time_step: PositiveFloat | None = None  # between saved times, where no array holds them
+    parameters: dict[ChannelName, PathText] = {}  # path of its values, one or one a sample; or path@attribute
+    units: dict[ChannelName, str] = {}  # of channels, for figures
+    symmetries: tuple[Literal["shift", "shift x", "sign", "turn"], ...] = ()  # images of a solution that are solutions
+    vectors: tuple[tuple[ChannelName, ...], ...] = ()  # channels that turn with space: x, y, z component
+    priors: tuple[Literal["conservation", "positivity"], ...] = ()  # what holds: means stay, values are not negative

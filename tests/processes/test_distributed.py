@@ -29,8 +29,8 @@ def worker(folder: Path) -> None:
     """Train as upsnb.worker does, and leave `seen.rank<k>.json`: pairs, and the weights' checksum."""
     seen, finish, epoch = [], loop.Loop.finish, Schedule.epoch
 
-    def recorded_epoch(self, number, start=0):
-        microbatches = epoch(self, number, start)
+    def recorded_epoch(self, number, *arguments):
+        microbatches = epoch(self, number, *arguments)
         seen.extend((number, m.dataset, m.pairs.tolist()) for m in microbatches)
         return microbatches
 

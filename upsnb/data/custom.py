@@ -7,11 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
 
-from upsnb.config import OWN, ArrayConfig, CustomConfig, DatasetConfig
 from upsnb.data.layouts import (
     AXES,
     Family,
@@ -27,6 +27,10 @@ from upsnb.data.layouts import (
 )
 from upsnb.data.numpy_files import ENDINGS, NumpyFile
 from upsnb.errors import DataError, shown
+from upsnb.values import OWN, ArrayConfig, CustomConfig
+
+if TYPE_CHECKING:
+    from upsnb.config import DatasetConfig  # which asks the table of families, and so this file
 
 REMEDY = "correct the file, or `custom` of its dataset: python -m upsnb data look FILE proposes it"
 

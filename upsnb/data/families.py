@@ -1,11 +1,13 @@
 """PDEBench's eleven families and two of our own, one table row each; a user's come with the settings. No torch here."""
 
+from __future__ import annotations
+
 from functools import partial
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
 
-from upsnb.config import DatasetConfig
 from upsnb.data.custom import custom_family
 from upsnb.data.layouts import BLOCK_BYTES, Family, Header
 from upsnb.solvers.darcy import solve_darcy, steady_darcy
@@ -19,6 +21,9 @@ from upsnb.solvers.spectral import (
     solve_reaction_diffusion,
 )
 from upsnb.solvers.waves import solve_advection
+
+if TYPE_CHECKING:
+    from upsnb.config import DatasetConfig  # which asks the table below
 
 MOST_MISFIT = 0.25  # of a frame, relative, that a speed leaves which explains it
 

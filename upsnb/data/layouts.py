@@ -14,9 +14,9 @@ from typing import Literal
 import h5py
 import numpy as np
 
-from upsnb.config import CustomConfig
 from upsnb.errors import DataError, shown
 from upsnb.solvers.waves import Sample
+from upsnb.values import CustomConfig
 
 AXES = ("x", "y", "z")
 BLOCK_BYTES = 32 * 2**20  # raw bytes read at a time: official files are 7.7 GiB, machines are not

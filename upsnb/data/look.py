@@ -16,13 +16,14 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from upsnb.config import OWN, DatasetConfig
+from upsnb.config import DatasetConfig
 from upsnb.data.custom import array_of, open_arrays, problems
 from upsnb.data.families import FAMILIES, family_of
 from upsnb.data.layouts import AXES, in_one_line
 from upsnb.data.numpy_files import NumpyFile
 from upsnb.data.source import open_source, thinned
 from upsnb.errors import MOST_LISTED, DataError, shown
+from upsnb.values import OWN
 
 MOST_SEEN = 5000  # arrays of a file that are looked for
 MOST_VALUES = 2**14  # of one array, in each of three places
