@@ -23,7 +23,7 @@ font-weight:600;color:var(--ink)}
 .ups-bar div{height:100%;background:#0072B2}
 .ups-card{padding:3px 4px 5px 6px;min-height:34px}.ups-card em{font-style:normal;color:var(--dim);white-space:nowrap;
 text-decoration:underline dotted;cursor:help}
-.ups-card em+em{margin-left:9px}
+.ups-card em{margin-right:6px}
 .ups-note{border-left:3px solid #D55E00;padding:1px 0 1px 8px;margin:4px 0;overflow-wrap:anywhere}
 .ups-note.calm{border-color:#0072B2}.ups-note.why{border-color:var(--line);color:var(--dim)}
 .ups-toggle.mod-active,.ups-toggle.mod-active:hover{background:#0072B2!important;color:#fff!important}
@@ -142,7 +142,7 @@ def switch(phase: Phase, state: str, problem: str = "", whole: str = "", parts: 
         with_others = f"x{claim.factor:.2f} alone, x{claim.cumulative:.2f} with all phases before it"
         hint = f"{claim.source}: {with_others}; a claim, not measured here"
         badges.insert(0, (f"promised \u00d7{claim.factor:.2f}", hint))
-    marks = "".join(f'<em title="{escape(hint)}">{word}</em>' for word, hint in badges)
+    marks = " ".join(f'<em title="{escape(hint)}">{word}</em>' for word, hint in badges)
     note = f'<div class="ups-note why" title="{escape(whole)}">{escape(problem)}</div>' if problem else ""
     return f'<div class="ups ups-card"><div>{escape(state)}</div><div>{marks}</div>{note}</div>'
 
