@@ -102,7 +102,7 @@ def facts() -> str:
 def phases(report: Mapping) -> str:
     """One machine's phases, and what to use there."""
     head = f"{where(report)}; samples/s over the baseline's [95 % interval]:"
-    return "\n\n".join((head, markdown(ladder_figures.table(report)), ladder.recommended(report)))
+    return "\n\n".join(filter(None, (head, markdown(ladder_figures.table(report)), ladder.recommended(report))))
 
 
 def compare(report: Mapping) -> str:

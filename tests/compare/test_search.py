@@ -168,6 +168,8 @@ def test_candidates_are_what_can_run_here_and_take_turns(tiny_config, predictor)
         **{"training.batch_size": 4, "training.accum_steps": 6, "operator.pdet.use_activation_checkpoint": True}
     )
     found = candidates(base, base, LAPTOP)
+    plain = tiny_config(**{"training.batch_size": 4})
+    assert list(candidates(plain, plain, LAPTOP))[-1] == "activation checkpointing", "what costs time comes last"
     assert {"compile", "bf16", "activation checkpointing off", "attention math", "batch 8 x 3"} <= found.keys()
     assert not {"FSDP2", "optimizer offload", "TF32", "async checkpoints", "attention sdpa"} & found.keys()
     assert found["batch 8 x 3"] == {"training.batch_size": 8, "training.accum_steps": 3}
@@ -195,18 +197,68 @@ def test_without_a_batch_the_larger_ones_are_left_out_too(scripted):
 
 @pytest.mark.slow
 def test_a_short_search_ends_with_what_it_tried_and_why_it_ended(tiny_config, tmp_path, monkeypatch):
-    small = {"SEEDS": (42, 43), "ROUNDS": 1, "MOST_STEPS": 75, "BY_NAME": {}, "KERNELS": ("math",), "QUERIES": ()}
+    small = {
+        "SEEDS": (42, 43),
+        "ROUNDS": 1,
+        "MOST_STEPS": 75,
+        "BY_NAME": {},
+        "KERNELS": {"cpu": ("math",)},
+        "QUERIES": (),
+    }
     for name, value in small.items():
         monkeypatch.setattr(search, name, value)
     base = tiny_config(("darcy",), **{"training.batch_size": 8, "training.accum_steps": 2})
     found = search.recommend(base, tmp_path, minutes=10, log=lambda text: None)
     names = [row["change"] for row in found["tried"]]
-    assert names[:2] == ["attention math", "batch 16 x 1"] and found["tried"][1]["ratio"]["median"]
+    assert names[0] == "batch 16 x 1" and "attention math" in names and found["tried"][0]["ratio"]["median"]
     refused = [row["ratio"]["why"] for row in found["tried"] if row["change"] == "batch 32 x 1"]
     assert all("dataset darcy has 16 training pairs" in why for why in refused), "16 x 1 may not have gained"
     assert "no candidate gains any more" in found["basis"] and found["noise_floor"] > 0
     assert list(ladder_figures.tried({"recommended": found})["tried"])[: len(names)] == names
     assert bool(found["changes"]) == bool(found["ratio"]) and (found["accuracy"] or not found["changes"])
+
+
+@pytest.mark.parametrize(
+    ("interval", "num_rounds", "ends"),
+    [((1.2, 1.4), 3, True), ((0.5, 0.8), 3, True), ((1.2, 1.4), 2, False), ((1.05, 1.4), 3, False), ((1, 1), 0, False)],
+)
+def test_a_measurement_ends_as_soon_as_it_is_clear(tiny_config, tmp_path, interval, num_rounds, ends):
+    """Its interval is a tenth from 1 or more, after three rounds; the request that ends it changes nothing."""
+    asked = []
+
+    class Run:
+        folder = tmp_path
+
+        def measure(self, what, within, steps):
+            effect = {"median": sum(interval) / 2, "ci95": interval} if num_rounds else {}
+            begins = {"kind": "measuring", "step": 0, "time": 0.0, "applied": True, "revision": 7}
+            turn = {"kind": "turn", "step": 9, "time": 1.0, "revision": 7, "arm": 1, "num_rounds": num_rounds, **effect}
+            done = make_event("flip_effect", step=20, time=9.0, revision=7)
+            with open(tmp_path / "events.jsonl", "a") as file:
+                file.writelines(json.dumps(event) + "\n" for event in (begins, turn, turn, done))
+            return 7
+
+        def update(self, overlay):
+            asked.append(overlay)
+            return 8
+
+    made = search.Search(tiny_config(), tmp_path, 20.0, 1, lambda text: None)
+    made.measure(SimpleNamespace(run=Run(), is_alive=lambda: True), {})
+    assert asked == [{}] * ends
+
+
+def test_longer_trainings_begin_only_where_the_time_for_them_is_left(gained, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def error(changes, seed):
+        clock.now += 10.0
+        return noise(seed)
+
+    made = gained(error)
+    made.began, made.seconds = 0.0, 100.0
+    assert made.halve(made.sets()) == "all that gains"
+    assert {epochs for _, epochs, _ in made.trainings} == {1} and "longer trainings would have taken" in made.stopped
 
 
 def test_slow_steps_shorten_a_measurement_and_quick_ones_do_not(tiny_config, tmp_path):

@@ -142,7 +142,7 @@ def test_turns_leave_weights_moments_and_settings_to_the_last_bit(tiny_config, t
     events = train_here(config, run.folder, at_step)
     (effect,) = (event for event in events if event["kind"] == "flip_effect")
     assert (effect["revision"], effect["ended"], effect["step"], effect["num_rounds"]) == (1, "budget", 76, 2)
-    assert len([event for event in events if event["kind"] == "turn"]) == 4
+    assert len([event for event in events if event["kind"] == "turn"]) == 5
     assert not [event for event in events if event["kind"] in ("flip", "warning")]
     assert run.current_config == config and runfolder.read_manifest(run.folder)["applied"]["overlay"] == {}
     alone, turns = (checkpoint.load(tmp_path / name) for name in ("alone", "turns"))

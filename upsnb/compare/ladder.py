@@ -119,7 +119,7 @@ def measure(
             rows += [measured.row(entry) for entry in left_out]
     finally:
         measured.close()
-    chosen_set = {"changes": {}, "ratio": None, "basis": "nothing was searched", "refused": {}, "tried": []}
+    chosen_set = {"changes": {}, "ratio": None, "basis": "", "refused": {}, "tried": []}
     if minutes:
         chosen_set = recommend(off, folder / "search", minutes, max(quality_epochs, 1), log)
     report = {
@@ -197,8 +197,10 @@ class Measurements:
 
 
 def recommended(report: dict) -> str:
-    """The set to use on this machine, in a sentence."""
+    """The set to use on this machine, in a sentence; empty where none was searched for."""
     chosen = report["recommended"]
+    if not chosen["basis"]:
+        return ""
     if not chosen["changes"]:
         return f"Recommended: the baseline, because {chosen['basis']}."
     gain = factor(chosen["ratio"])
@@ -214,7 +216,7 @@ def finding(row: dict) -> str:
 
 def summary(report: dict) -> str:
     """The report in a few lines."""
-    lines = [recommended(report)]
+    lines = [line for line in [recommended(report)] if line]
     for kind in KINDS:
         for row in report[kind]:
             promised = f"promised {number(row['promised'], 3)}, " if row["promised"] and kind != "leave_one_out" else ""

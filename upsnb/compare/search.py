@@ -1,10 +1,10 @@
 """The fastest settings for a model on this machine that train as well as the baseline, found within some minutes.
 
 First throughput: one run of the baseline goes on, and every candidate is measured in turns with what is best so far
-(`Run.measure`). What gains more than two equal arms differ is kept, and the next candidates are measured on top of it,
-until none gains. Then accuracy, because settings that change a step's numbers or its pairs may train worse: sets with
-and without them are trained on equal samples, all of them for a short time, and then the faster half of those that hold
-for longer. Equal arms of other seeds say what counts as worse.
+(`Run.measure`), no longer than it takes to tell. What gains more than two equal arms differ is kept, and the next
+candidates are measured on top of it, until none gains. Then accuracy, because settings that change a step's numbers or
+its pairs may train worse: sets with and without them are trained on equal samples, all of them for a short time, and
+then the faster half of those that hold for longer. Equal arms of other seeds say what counts as worse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -30,36 +30,43 @@ from upsnb.phases import BY_NAME
 from upsnb.report.file import factor
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import NOTHING
+from upsnb.training import preflight
 from upsnb.widgets.progress import rewrite
 
-WITHIN, LEAST_STEPS, MOST_STEPS = 0.03, 120, 400  # of each measurement in turns
+WITHIN, LEAST_STEPS, MOST_STEPS = 0.03, 60, 400  # of each measurement in turns
 MEASUREMENTS = 16  # that the time for throughput is for, where steps are slow
+CLEAR, LEAST_ROUNDS = 0.1, 3  # an interval that is so far from 1 after so many rounds needs no more of them
 LOSING = 0.9  # what is sure to reach no more than that is not tried again
 SHARE = 0.6  # of the minutes, for throughput; the rest is for accuracy
 SEEDS = (42, 43, 44)  # of the trainings; the baseline's come out as far apart as equal arms do
 ROUNDS = 3  # of trainings, each twice as long as the one before
-KERNELS = ("sdpa", "flash", "efficient", "math")
+KERNELS = {"cpu": ("sdpa", "math"), "cuda": ("sdpa", "flash", "efficient", "math")}  # on a CPU, sdpa is flash
+SAVERS = ("activation_checkpointing", "optimizer_offload")  # memory for time: tried last
 QUERIES = (None, 2048, 1024, 512)
 BASELINE = "baseline"
 BATCH, ACCUM = "training.batch_size", "training.accum_steps"
 KERNEL, NUM_QUERIES = "operator.pdet.attention", "training.query_sampling.num_queries"
 
 
-def candidates(config: RunConfig, base: RunConfig, machine: Hardware) -> dict[str, dict]:
+def candidates(config: RunConfig, base: RunConfig, machine: Hardware, idle: Collection[str] = ()) -> dict[str, dict]:
     """Changes to try on top of a config, by name: what this machine can run and what can take turns in one run.
 
     Args:
         base: what the run was started with; its phases may turn out to cost.
+        idle: phases that do not apply to the model.
     """
-    wanted = {}
+    wanted, last = {}, {}
     for name, phase in BY_NAME.items():
+        if name in idle:
+            continue
         if phases.is_on(phase, base):
             wanted[f"{phases.label(name)} off"] = phases.off_overlay(phase, base)
         else:
-            wanted[phases.label(name)] = phase.on
-    wanted |= {f"attention {kernel}": {KERNEL: kernel} for kernel in KERNELS}
+            (last if name in SAVERS else wanted)[phases.label(name)] = phase.on
     wanted |= larger_batch(config, machine)
+    wanted |= {f"attention {kernel}": {KERNEL: kernel} for kernel in KERNELS[machine.device]}
     wanted |= {f"{count or 'all'} query points": {NUM_QUERIES: count} for count in QUERIES}
+    wanted |= last
     found, before = {}, hardware.problems(config, machine)
     for name, overlay in wanted.items():
         try:
@@ -88,6 +95,7 @@ def is_risky(changes: Mapping, base: RunConfig) -> bool:
     """Whether settings may change what is learned, beyond rounding."""
     new = overlays.apply(base, dict(changes))
     different = {path for phase in BY_NAME.values() if phase.numerics == "different" for path in phase.on}
+    different.add(NUM_QUERIES)
     pairs = [config.training.batch_size * config.training.accum_steps for config in (base, new)]
     return bool(different & changes.keys()) or pairs[0] != pairs[1]
 
@@ -102,6 +110,7 @@ class Search:
         self.adopted: list[tuple[str, dict, float]] = []  # in order: name, changes, gain on top of those before
         self.errors: dict[tuple[str, int, int], float] = {}  # set, epochs, seed: validation nRMSE
         self.judged: dict[str, dict] = {}  # set: what its longest trainings came to
+        self.idle: list[str] = []  # phases that do not apply to the model
         self.floor = 0.0  # of throughput ratios
         self.step_s = math.inf  # of the measurement before
         self.stopped = ""
@@ -114,21 +123,30 @@ class Search:
 
     def measure(self, turns: Turns, what: str | dict) -> dict:
         """Throughput with a change over that without, and why it is None where it is."""
-        tail = runfolder.Tail(turns.run.folder, ("measuring", "flip_effect"))
+        tail = runfolder.Tail(turns.run.folder, ("measuring", "turn", "flip_effect"))
         steps = int(np.clip(SHARE * self.seconds / MEASUREMENTS / self.step_s, LEAST_STEPS, MOST_STEPS))
-        revision, first = turns.run.measure(what, WITHIN, steps), None
+        revision, first, cut = turns.run.measure(what, WITHIN, steps), None, False
         while True:
             alive = turns.is_alive()  # before the events, so that none of a run's last ones is missed
             for event in [event for event in tail.read() if event["revision"] == revision]:
                 if event["kind"] == "flip_effect":
                     self.step_s = (event["time"] - first["time"]) / (event["step"] - first["step"])
                     return {"median": event["ratio"], "ci95": event["ci95"]}
-                if not event["applied"]:
+                if event["kind"] == "turn":
+                    if not cut and event["num_rounds"] >= LEAST_ROUNDS and self.is_clear(*event["ci95"]):
+                        cut = bool(turns.run.update({}))  # any other request ends it
+                elif not event["applied"]:
                     return {"median": None, "ci95": [None, None], "why": event["reason"]}
-                first = event
+                else:
+                    first = event
             if not alive:
                 raise RunError(f"{turns.run.folder}: ended while {what} was measured -> look at its log")
             time.sleep(handle.POLL_S)
+
+    def is_clear(self, low: float, high: float) -> bool:
+        """Whether an interval leaves no doubt on which side of 1 it is."""
+        margin = max(CLEAR, 2 * self.floor)
+        return low > 1 + margin or high < 1 - margin
 
     def climb(self, turns: Turns) -> None:
         """Keep every change that is sure to gain more than two equal arms differ, until none does."""
@@ -136,7 +154,7 @@ class Search:
         self.floor = max((abs(end - 1) for end in equal["ci95"] if end is not None), default=0.0)
         best, losing, gained = self.base, set(), True
         while gained:
-            gained, queue = False, [*candidates(best, self.base, self.machine).items()]
+            gained, queue = False, [*candidates(best, self.base, self.machine, self.idle).items()]
             while queue:
                 name, changes = queue.pop(0)
                 if self.is_late(SHARE):
@@ -194,7 +212,8 @@ class Search:
             length = {"stages.operator.epochs": epochs, "evaluation.every_epochs": epochs, "training.seed": seed}
             config = overlays.apply(self.base, {**changes, **length, "training.time_limit_s": None})
             self.log(f"{name}: {epochs} epochs, seed {seed}")
-            run = handle.start(config, self.folder / "quality" / f"{name}-{epochs}-{seed}".replace(" ", "-"))
+            # beside the run of the measurements: what that has compiled is found again
+            run = handle.start(config, self.folder / "runs" / f"{name}-{epochs}-{seed}".replace(" ", "-"))
             try:
                 run.wait()
                 self.errors[key] = last_score(run)
@@ -221,8 +240,12 @@ class Search:
 
     def halve(self, sets: dict[str, dict]) -> str:
         """The fastest set that is no worse than the baseline, trained for longer and longer; empty if none is."""
-        alive = list(sets)
+        alive, began = list(sets), time.monotonic()
         for number in range(ROUNDS):
+            ahead = 2 * (time.monotonic() - began)  # all rounds so far, and as much again: the next is twice as long
+            if number and time.monotonic() - self.began + ahead > self.seconds:
+                self.stopped += "; longer trainings would have taken more than the time for accuracy"
+                break
             half = math.ceil(len(alive) / 2) if number else len(alive)  # few seeds for many, more for the few left
             judge = partial(self.holding, sets=sets, epochs=self.epochs * 2**number, num_seeds=number + 1)
             held = judge(alive[:half]) or judge(alive[half:])
@@ -247,6 +270,8 @@ def recommend(
         RunError: the run that candidates are measured on, or a training, has failed.
     """
     search = Search(base, Path(folder).absolute(), minutes, epochs, log)
+    verdicts = preflight.foreseen(base, search.machine)
+    search.idle = [name for name, verdict in verdicts.items() if verdict.stands_against]
     turns = Turns.start(overlays.apply(base, ENDLESS), search.folder / "runs" / "search")
     ratio, chosen, changes = None, "", {}
     try:

@@ -49,9 +49,9 @@ class StepClock:
         self.ends.append(("restart", mark(self.device)))
         self.interrupted = True
 
-    def settle(self, step: int) -> None:
+    def settle(self, step: int, warmup_steps: int = WARMUP_STEPS) -> None:
         """The computation changed: the next few steps warm it up."""
-        self.unsteady_until = max(self.unsteady_until, step + WARMUP_STEPS)
+        self.unsteady_until = max(self.unsteady_until, step + warmup_steps)
         self.interrupt()
 
     def read(self, wait: bool) -> tuple[float, float] | None:

@@ -325,7 +325,7 @@ class Loop:
         if found == CHANGED:
             self._plan()
             self.position.find(old_size, self.setup.loader.schedule)
-            self.clock.settle(self.position.step)
+            self.clock.settle(self.position.step, self.measuring.warmup_steps)
         return found
 
     def _beat(self) -> None:

@@ -16,10 +16,11 @@ from upsnb.phases import no_turns
 from upsnb.runs import recovery
 from upsnb.runs.throughput import throughput_ratio
 from upsnb.training import parallel
-from upsnb.training.timing import peak_memory_gib
+from upsnb.training.timing import WARMUP_STEPS, peak_memory_gib
 from upsnb.worker.flips import CHANGED, NOTHING, Flips, changes_between
 
-TURN_STEPS = 6  # steady steps of a turn; or a few more, so that all datasets have had as many
+TURN_STEPS, TURN_S = 6, 2.0  # steady steps of a turn, or fewer where they are slow; each dataset has had as many
+TURN_WARMUP_STEPS = 2  # of each turn, never counted: both arms have been compiled and tried before
 LEAST_ROUNDS = 5  # before an interval is believed
 WITHOUT, WITH, OVER = 0, 1, 2  # what the next step is taken with; or no turn is left
 ORDER = (WITHOUT, WITH, WITH, WITHOUT)
@@ -65,8 +66,8 @@ class Measuring:
         self.configs, self.flips.made = (old, new), True
         self.arm, self.problem, self.effect = WITHOUT, "", None
         self.memory_gib, self.scalers = {WITHOUT: memory_gib}, {}
-        self.turns: list[np.ndarray] = []  # (samples, seconds) of each that is over, their arms as in ORDER
-        self.current: list[tuple[float, float]] = []  # (samples, seconds) of the steps of the one that is not
+        self.turns: list[np.ndarray] = []  # (samples, seconds, steps) of each that is over, their arms as in ORDER
+        self.current: list[tuple[float, float, int]] = []  # the same of the steps of the one that is not
         return CHANGED
 
     def _tell(self, kind: str, step: int, **fields) -> None:
@@ -79,22 +80,26 @@ class Measuring:
             return self.flips.observe(step, samples_per_s, step_time_ms, steady)
         if not steady:
             return
-        self.current.append((samples_per_s * step_time_ms / 1e3, step_time_ms / 1e3))
-        if len(self.current) < self.turn_steps:
+        self.current.append((samples_per_s * step_time_ms / 1e3, step_time_ms / 1e3, 1))
+        turn = np.sum(self.current, axis=0)
+        if len(self.current) % len(self.setup.datasets) or (len(self.current) < TURN_STEPS and turn[1] < TURN_S):
             return
-        self.turns.append(np.sum(self.current, axis=0))
+        self.turns.append(turn)
         self.current = []
         if len(self.turns) % len(ORDER) == 0:
-            turns = np.reshape(self.turns, (-1, len(ORDER), 2))[:, np.argsort(ORDER, kind="stable")]
-            rates = turns.reshape(len(turns), 2, -1, 2).sum(axis=2)  # of each round: both arms' samples and seconds
+            rates = self._arms()
             rates = rates[..., 0] / rates[..., 1]
             self.effect = throughput_ratio(rates[:, WITH], rates[:, WITHOUT], paired=True)
 
+    def _arms(self) -> np.ndarray:
+        """(rounds, 2, 3): samples, seconds and steps of each arm in each round that is over."""
+        turns = np.reshape(self.turns[: self.num_rounds * len(ORDER)], (-1, len(ORDER), 3))
+        return turns[:, np.argsort(ORDER, kind="stable")].reshape(len(turns), 2, -1, 3).sum(axis=2)
+
     @property
-    def turn_steps(self) -> int:
-        """Steady steps of a turn."""
-        cycle = len(self.setup.datasets)
-        return -(-TURN_STEPS // cycle) * cycle
+    def warmup_steps(self) -> int:
+        """Steps after a change that tell nothing of it."""
+        return WARMUP_STEPS if self.configs is None else TURN_WARMUP_STEPS
 
     @property
     def num_rounds(self) -> int:
@@ -176,7 +181,7 @@ class Measuring:
             ratio=round(effect["median"], 4),
             ci95=[round(end, 4) for end in effect["ci95"]],
             num_rounds=self.num_rounds,
-            num_steps=[2 * self.num_rounds * self.turn_steps] * 2,
+            num_steps=[int(count) for count in self._arms()[..., 2].sum(axis=0)],
             memory_gib=[round(self.memory_gib[arm], 4) for arm in (WITHOUT, WITH)],
             ended=why,
         )
