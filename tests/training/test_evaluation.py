@@ -69,6 +69,40 @@ def test_where_a_split_leaks_what_it_does_not_leak_is_scored_apart(setup):
         expect_close(leak["distinct"], scalars)
 
 
+def test_the_mean_trajectory_stands_beside_the_forecasts(setup):
+    dataset, found = setup.datasets["advection"], run(setup, "test")["advection"]
+    mean = dataset.source.read(dataset.splits["train"], dataset.frames)[1].mean(axis=0)[dataset.given_frames :]
+    truth = dataset.source.read(dataset.splits["test"], dataset.frames)[1][:, dataset.given_frames :]
+    expected = audit.nrmse(np.broadcast_to(mean, truth.shape), truth).mean()
+    assert found["rollout_training_mean_nrmse_mean"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["advection", "darcy"])
+def test_a_protocol_knows_data_by_their_values_and_not_by_their_place(setup, name, monkeypatch):
+    dataset = setup.datasets[name]
+    known = evaluation.protocol(dataset, "test")
+    source, read = dataset.source, dataset.source.read
+    assert evaluation.protocol(dataclasses.replace(dataset, name="other", augment=True), "test") == known
+    assert {what for what, value in evaluation.protocol(dataset, "validation").items() if value != known[what]} >= {
+        *("split", "data")
+    }
+    fewer = {**dataset.splits, "test": dataset.splits["test"][1:]}
+    assert evaluation.protocol(dataclasses.replace(dataset, splits=fewer), "test")["data"] != known["data"]
+    monkeypatch.setattr(source, "read", lambda *asked: tuple(np.nextafter(fields, 9) for fields in read(*asked)))
+    assert {what for what, value in evaluation.protocol(dataset, "test").items() if value != known[what]} == {"data"}
+    spec = dataclasses.replace(dataset.spec, output_std=(9.0,))
+    changed = evaluation.protocol(dataclasses.replace(dataset, spec=spec), "test")
+    assert changed["training data"] != known["training data"]
+
+
+def test_what_is_written_has_its_protocol_and_the_floor_of_steady_data(setup, tmp_path):
+    evaluation.write(tmp_path, run(setup, "test"), setup.datasets, "test", "last")
+    found = json.loads((tmp_path / "evaluation.json").read_text())["datasets"]
+    assert found["darcy"]["test"]["floor_nrmse_mean"] < 1e-4, "generated data are steady"
+    assert "floor_nrmse_mean" not in found["advection"]["test"]
+    assert found["advection"]["test"]["protocol"]["frames given"] == 10
+
+
 def test_metrics_do_not_depend_on_samples_per_call(setup):
     whole = run(setup, samples_per_call=32)
     assert all(result["num_samples"] == 5 for result in whole.values())

@@ -19,6 +19,11 @@ def fields(grid, batch=5, times=3, channels=2, seed=0):
     return target + 0.1 * torch.randn(target.shape, generator=generator), target
 
 
+def pooled(values):
+    """Root mean square of all values."""
+    return math.sqrt(sum(value**2 for value in values.ravel()) / values.size)
+
+
 def naive(prediction, target):
     """PDEBench's metrics, one number at a time, in float64; a band without wavenumbers is NaN."""
     p, y = prediction.double().numpy(), target.double().numpy()
@@ -64,6 +69,8 @@ def naive(prediction, target):
     reduced = {
         "rmse": np.mean(list(rmse.values())),
         "nrmse_mean": np.mean(list(ratio.values())),
+        "nrmse_pooled": np.mean([pooled(e[:, :, c]) / pooled(y[:, :, c]) for c in range(num_channels)]),
+        "vrmse": np.mean([rmse[f] / math.sqrt(np.var(y[f]) + 1e-7) for f in frames]),
         "nrmse_median": np.median(per_sample),
         "nrmse_p90": sorted(per_sample)[math.ceil(0.9 * (num_samples - 1))],
         "crmse": np.mean(crmse),
@@ -130,7 +137,8 @@ def test_errors_scale_with_the_unit_and_nrmse_does_not():
     one = metrics.reduce(metrics.sample_statistics(prediction, target))
     thousand = metrics.reduce(metrics.sample_statistics(1000 * prediction, 1000 * target))
     for key in metrics.REDUCED_KEYS:
-        assert thousand[key] == pytest.approx(one[key] * (1 if "nrmse" in key else 1000), rel=1e-4), key
+        unit = 1 if "nrmse" in key or key == "vrmse" else 1000
+        assert thousand[key] == pytest.approx(one[key] * unit, rel=1e-4), key
 
 
 @pytest.mark.parametrize(("wavenumber", "band"), [(2, "low"), (3, "low"), (4, "mid"), (11, "mid"), (12, "high")])

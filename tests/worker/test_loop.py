@@ -19,7 +19,7 @@ STEP_FIELDS = {  # what every step event holds
     "kind", "time", "step", "step_time_ms", "samples_per_s", "data_wait_ms", "loss", "losses", "learning_rate",
     "peak_memory_gib", "time_s",
 }  # fmt: skip
-KINDS = {"start", "step", "eval", "checkpoint", "warning", "end", "progress", "first_step", "compile"}
+KINDS = {"start", "step", "eval", "opened", "checkpoint", "warning", "end", "progress", "first_step", "compile"}
 
 
 def of_kind(events, kind):
@@ -124,9 +124,10 @@ def test_a_run_ends_with_its_end_event_and_its_checkpoint(finished):
 
 
 def test_the_report_is_of_the_asked_split_and_the_averaged_weights(finished):
-    folder, _, config = finished
+    folder, events, config = finished
     report = json.loads((folder / runfolder.EVALUATION).read_text())
     assert report["split"] == config.evaluation.split == "test" and "averaged" in report["weights"]
+    assert [event["split"] for event in of_kind(events, "opened")] == ["test"], "so that looks can be counted"
     for name in ("advection", "darcy"):
         assert report["datasets"][name]["test"]["nrmse_mean"] > 0
     with np.load(folder / runfolder.EXAMPLES) as arrays:

@@ -82,7 +82,7 @@ def audit(source: Source, splits: Mapping[str, np.ndarray]) -> Audit:
         "lookup_nrmse_median": float(np.median(lookup)),
         "persistence_nrmse": float(np.mean(persisted)) if persisted is not None else None,
         "drift": _drift(source, test) if "conservation" in family.priors else None,
-        "steady_nrmse": _steady_nrmse(source, test) if family.steady else None,
+        "steady_nrmse": steady_nrmse(source, test[:16]) if family.steady else None,
         "coefficients": _coefficients(source, test) if family.mean_rate else {},
     }
     return Audit(**measured, findings=tuple(_findings(measured, len(test))))
@@ -157,11 +157,10 @@ def _drift(source: Source, test: np.ndarray) -> float:
     return float((np.abs(means - means[:, :1]).max(axis=(0, 1)) / np.maximum(spread, 1e-30)).max())
 
 
-def _steady_nrmse(source: Source, test: np.ndarray) -> float:
-    """nRMSE of the steady solution on a few samples: 0 where the stored fields are steady."""
-    chosen = test[:16]
-    inputs, targets = source.read(chosen)
-    solved = [source.family.steady(fields, *row) for fields, row in zip(inputs[:, 0], source.parameters[chosen])]
+def steady_nrmse(source: Source, samples: np.ndarray) -> float:
+    """nRMSE of the steady solution, mean over samples: 0 where the stored fields are steady."""
+    inputs, targets = source.read(samples)
+    solved = [source.family.steady(fields, *row) for fields, row in zip(inputs[:, 0], source.parameters[samples])]
     return float(nrmse(np.stack(solved)[:, None], targets).mean())
 
 

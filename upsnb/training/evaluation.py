@@ -5,6 +5,7 @@ Always in float32, without TensorFloat-32: a metric must not depend on how fast 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,11 +21,15 @@ from upsnb.data import audit, symmetries
 from upsnb.data.datasets import Dataset
 from upsnb.data.source import thinned
 from upsnb.models.surrogate import Surrogate
+from upsnb.runs import runfolder
+from upsnb.runs.events import without_nonfinite
 from upsnb.training import metrics, parallel, precision, stages
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
 FORMAT = 1
+READ_AGAIN = 16  # samples of a split, evenly from all over it, by whose values it is known, and that are solved
+REFERENCES = ("lookup", "training_mean")  # forecasts without a model beside the baseline, in a last evaluation
 
 
 @contextmanager
@@ -66,7 +71,8 @@ def evaluate(
     Args:
         alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
         fraction: share of the split's samples that is measured, the same ones each time.
-        lookup: score the trajectory of the training sample that begins most alike as well; reads all initial states.
+        lookup: score as well the trajectory of the training sample that begins most alike, and the mean training
+            trajectory; reads all initial states.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
         "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank. With a look-up, where
@@ -81,7 +87,8 @@ def evaluate(
         if len(samples) == 0:
             continue
         share = samples[ranks.rank :: ranks.world_size]
-        parts: dict[str, list] = {kind: [] for kind in ("model", "baseline", "rollout", "rollout_baseline", "lookup")}
+        kinds = ("model", "baseline", "rollout", "rollout_baseline", *REFERENCES)
+        parts: dict[str, list] = {kind: [] for kind in kinds}
         twins, distance = dataset.twins(samples) if lookup else (samples[:0], None)
         twins = twins[ranks.rank :: ranks.world_size]
         for start in range(0, len(share), config.samples_per_call):
@@ -109,7 +116,10 @@ def _forecasts(model, dataset, chosen, twins, config, device) -> Iterator[tuple]
     if len(twins):
         first = dataset.given_frames if spec.time_dependent else 0
         known = read_samples(dataset, twins, device)[1]
-        yield "lookup", known[:, first:].cpu(), targets[:, first:].cpu(), index
+        truth = targets[:, first:].cpu()
+        yield "lookup", known[:, first:].cpu(), truth, index
+        if spec.time_dependent:  # elsewhere it is the baseline
+            yield "training_mean", torch.from_numpy(dataset.training_mean[first:]).expand_as(truth), truth, index
     if not spec.time_dependent:
         forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
         yield "model", forecast.cpu(), targets.cpu(), index
@@ -193,15 +203,15 @@ def _scores(dataset: Dataset, statistics: dict[str, dict[str, Tensor]]) -> dict:
     static = not dataset.spec.time_dependent
     size = math.prod(high - low for low, high in dataset.family.domain)
     reduced = {kind: metrics.reduce(found, size) for kind, found in statistics.items()}
-    baseline = metrics.baseline_key(static)
+    baseline, rolled = metrics.baseline_key(static), "" if static else "rollout_"
+    references = {f"{rolled}{kind}_nrmse_mean": reduced[kind]["nrmse_mean"] for kind in REFERENCES if kind in reduced}
     scores = {
         "num_samples": len(statistics["model"]["error_square"]),
         "baseline": metrics.baseline_name(static),
         **reduced["model"],
         baseline: reduced["baseline"]["nrmse_mean"],
+        **references,
     }
-    if "lookup" in reduced:
-        scores["lookup_nrmse_mean" if static else "rollout_lookup_nrmse_mean"] = reduced["lookup"]["nrmse_mean"]
     if "rollout" in reduced:
         scores |= {f"rollout_{key}": value for key, value in reduced["rollout"].items()}
         scores[f"rollout_{baseline}"] = reduced["rollout_baseline"]["nrmse_mean"]
@@ -217,6 +227,48 @@ def _quartiles(statistics: dict[str, Tensor]) -> list[list[float]]:
     """25 % and 75 % over samples, per frame."""
     per_frame = metrics.nrmse(statistics).mean(dim=2).float()
     return torch.quantile(per_frame, torch.tensor([0.25, 0.75]), dim=0).tolist()
+
+
+def write(folder: Path, results: dict[str, dict], datasets: dict[str, Dataset], split: str, weights: str) -> None:
+    """Write evaluation.json: the results of a split, and for each dataset what they stand on."""
+    whole = {
+        name: {split: {**result, **floor(datasets[name], split), "protocol": protocol(datasets[name], split)}}
+        for name, result in results.items()
+    }
+    summary = {"format": FORMAT, "split": split, "weights": weights, "datasets": whole}
+    runfolder.write_json(folder / runfolder.EVALUATION, without_nonfinite(summary))
+
+
+def protocol(dataset: Dataset, split: str) -> dict[str, str | int]:
+    """What scores must have in common to be compared: the very samples, what was given of them, what was trained on.
+
+    Data are known by their values, whatever the file's name: those of READ_AGAIN samples of the split, and the training
+    split's statistics.
+    """
+    samples, spec = dataset.splits[split], dataset.spec
+    digest = hashlib.sha256(np.asarray(samples, np.int64).tobytes() + dataset.source.parameters[samples].tobytes())
+    for sample in thinned(samples, READ_AGAIN):
+        for fields in dataset.source.read(sample, dataset.frames):
+            digest.update(fields.tobytes())
+    moments = ((spec.input_mean, spec.input_std), (spec.output_mean, spec.output_std))
+    said = ", ".join(f"{mean:.5g} +- {std:.5g}" for side in moments for mean, std in zip(*side))
+    given = dataset.given_frames if spec.time_dependent else 0
+    return {
+        "metrics": metrics.VERSION,
+        "split": split,
+        "samples": len(samples),
+        "data": digest.hexdigest()[:16],
+        "frames given": given,
+        "frames forecast": len(dataset.frames) - given,
+        "training data": f"{len(dataset.splits['train'])} samples, {said}",
+    }
+
+
+def floor(dataset: Dataset, split: str) -> dict[str, float]:
+    """Where a family has one, nRMSE of the exact steady solution: what stored fields leave to no model to explain."""
+    if dataset.family.steady is None:
+        return {}
+    return {"floor_nrmse_mean": audit.steady_nrmse(dataset.source, thinned(dataset.splits[split], READ_AGAIN))}
 
 
 @torch.no_grad()

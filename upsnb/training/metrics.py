@@ -20,9 +20,12 @@ from torch import Tensor
 
 from upsnb.errors import DataError
 
+VERSION = 1  # of the definitions below: scores of two versions are never ranked together
 REDUCED_KEYS = (
     "rmse",
     "nrmse_mean",
+    "nrmse_pooled",
+    "vrmse",
     "nrmse_median",
     "nrmse_p90",
     "crmse",
@@ -32,6 +35,7 @@ REDUCED_KEYS = (
     "frmse_mid",
     "frmse_high",
 )
+LEAST_VARIANCE = 1e-7  # added to a frame's variance in VRMSE, as The Well has it
 FREQUENCY_BANDS = {"low": (0, 4), "mid": (4, 12), "high": (12, None)}  # wavenumbers, cycles per domain, end excluded
 
 PERSISTENCE = "persistence"
@@ -52,6 +56,7 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
         `error_square`, `target_square` (B, T, C) mean of e^2 and of target^2; `error_mean` (B, T, C) mean of e;
         `error_max` (B, T, C) largest |e|; `boundary_error_square` (B, T, C), or (B, T, 1) summed over channels in 3-D;
         `shell_error_square` (B, T, C, K) float32 |FFT(e) / N|^2 summed over wavenumber shell k;
+        `target_variance` (B, T, C) mean of (target - its mean)^2;
         `energy` (B, 3, C, K) `energy_spectrum` of target, prediction and e at the last time;
         `sample_index` (B,) int64 when it was given.
     """
@@ -70,6 +75,7 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
     total = torch.float32 if error.device.type == "mps" else torch.float64
     statistics = {
         "error_square": error.square().mean(space, dtype=total),
+        "target_variance": (target - target.mean(space, keepdim=True)).square().mean(space, dtype=total),
         "target_square": target.square().mean(space, dtype=total),
         "error_mean": error.mean(space, dtype=total),
         "error_max": error.abs().amax(space).to(total),
@@ -127,8 +133,12 @@ def nrmse_per_time(statistics: dict[str, Tensor]) -> Tensor:
 
 
 def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str, float]:
-    """The metrics of a whole split; keys are `REDUCED_KEYS`, units those of the field but for the two nRMSE.
+    """The metrics of a whole split; keys are `REDUCED_KEYS`, units those of the field but for nRMSE and VRMSE.
 
+    nrmse_pooled: the other way to average, root of the mean of e^2 over that of the mean of target^2, both over samples
+        and frames, then mean over channels. Large samples rule it, as quiet ones rule nrmse_mean.
+    vrmse: mean of sqrt(mean e^2 / (variance over space + LEAST_VARIANCE)), as The Well defines it (Ohana et al., arXiv
+        2412.00568): 1 is what the mean of each frame scores.
     rmse, nrmse_mean: mean over sample, time, channel. nrmse_median, nrmse_p90: of `nrmse_per_sample`, what half and a
         tenth of the samples exceed.
     crmse: sqrt of the mean over samples of (spatial mean of e)^2, then mean over time and channel.
@@ -149,10 +159,13 @@ def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str,
     # torch.median takes the lower of two middle values, everyone else's median averages them; "higher" never mixes a
     # finite value with an infinite one
     median, most = np.median(per_sample.cpu()), np.quantile(per_sample.cpu(), 0.9, method="higher")
+    pooled = statistics["error_square"].mean((0, 1)) / statistics["target_square"].mean((0, 1))
     shells = statistics["shell_error_square"].to(per_sample.dtype).mean(0).sqrt() * domain_size
     reduced = {
         "rmse": statistics["error_square"].sqrt().mean(),
         "nrmse_mean": per_sample.mean(),
+        "nrmse_pooled": pooled.sqrt().mean(),
+        "vrmse": (statistics["error_square"] / (statistics["target_variance"] + LEAST_VARIANCE)).sqrt().mean(),
         "nrmse_median": torch.as_tensor(median).to(per_sample),
         "nrmse_p90": torch.as_tensor(most).to(per_sample),
         "crmse": statistics["error_mean"].square().mean(0).sqrt().mean(),
@@ -161,7 +174,7 @@ def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str,
     }
     for name, (start, end) in FREQUENCY_BANDS.items():
         reduced[f"frmse_{name}"] = shells[..., start:end].mean()
-    values = torch.stack(list(reduced.values())).tolist()  # one transfer, not nine
+    values = torch.stack(list(reduced.values())).tolist()  # one transfer, not a dozen
     return dict(zip(reduced, values, strict=True))
 
 

@@ -20,7 +20,6 @@ from upsnb.models.surrogate import count_parameters
 from upsnb.phases import names_on
 from upsnb.profile.recorder import Profiler, parameters_by_part
 from upsnb.runs import runfolder
-from upsnb.runs.events import without_nonfinite
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.spans import DATA, outside_step, span
 from upsnb.training import checkpoint, evaluation, parallel, preflight, stages
@@ -474,16 +473,12 @@ class Loop:
             state = self.requests.load_best()
             setup.load_state_dict(state["setup"])
             reported = f"best, step {state['step']}"
-        results = self._evaluate(config.evaluation.split, runfolder.EXAMPLES)
+        split, weights = config.evaluation.split, reported + (", averaged" if setup.ema else "")
+        if self.ranks.rank == 0:  # before, so that no look at the test split goes uncounted
+            self.events.write("opened", self.position.step, split=split, weights=weights)
+        results = self._evaluate(split, runfolder.EXAMPLES)
         if self.ranks.rank == 0:
-            split = config.evaluation.split
-            summary = {
-                "format": evaluation.FORMAT,
-                "split": split,
-                "weights": reported + (", averaged" if setup.ema else ""),
-                "datasets": {name: {split: result} for name, result in results.items()},
-            }
-            runfolder.write_json(self.folder / runfolder.EVALUATION, without_nonfinite(summary))
+            evaluation.write(self.folder, results, setup.datasets, split, weights)
         memory = parallel.all_gather_objects(self.ranks, self.flips.peak_memory_gib())
         if self.ranks.rank == 0:
             self.events.write(
