@@ -50,8 +50,8 @@ def step(number, ms=100.0, rate=None, steady=True, names=("waves",), **fields):
     return made | {"datasets": list(names), "loss": 1 / number, "losses": {"relative": 1 / number}} | fields
 
 
-def write_run(folder, events, status="finished", cause=None, evaluation=None, examples=None):
-    runfolder.create(CONFIG, folder)
+def write_run(folder, events, status="finished", cause=None, evaluation=None, examples=None, config=CONFIG):
+    runfolder.create(config, folder)
     runfolder.update_manifest(folder, status=status, cause=cause)
     writer = runfolder.EventWriter(folder)
     for said in events:

@@ -214,6 +214,30 @@ def test_runs_that_cannot_be_compared_are_refused(outputs, refused):
     assert "only finished runs can be compared" in refused("compare", "one", "bad")
 
 
+# -- board and sweep -----------------------------------------------------------------------------------------------
+
+
+def test_board_ranks_what_can_be_ranked_and_writes_a_page(outputs, said, refused):
+    path = finished(outputs / "good").folder / "evaluation.json"
+    assert "no run can stand on a board: was evaluated before" in refused("board")
+    assert [path.name for path in outputs.iterdir()] == ["good"], "no folder is left of what was refused"
+    evaluation = json.loads(path.read_text())
+    for splits in evaluation["datasets"].values():
+        splits["test"]["protocol"] = {"data": "ab"}
+    path.write_text(json.dumps(evaluation))
+    printed = said("board", "good", "-o", "ranks", "--price", "2")
+    assert "- train: 0.1 (1 of 3 seeds)" in printed
+    assert printed.endswith("ranks/board.html\nranks/board.csv\nranks/report.json\n")
+    assert "- train: 0.1" in said("show", "ranks")
+
+
+def test_a_sweep_that_cannot_be_is_refused_before_anything_is_made(outputs, refused):
+    assert "no such file" in refused("sweep", "s.yaml")
+    Path("s.yaml").write_text("grid: {lr: 0.1}")
+    assert "grid: lr: got 0.1 -> write a list" in refused("sweep", "s.yaml")
+    assert not [*outputs.iterdir()]
+
+
 # -- the command line itself ---------------------------------------------------------------------------------------
 
 
@@ -235,7 +259,7 @@ def test_a_wrong_command_line_is_refused_without_a_traceback(arguments, capsys):
 def test_every_command_that_is_documented_can_be_given(path):
     """In documents, and in the examples of --help."""
     text = path.read_text() if path else command.EXAMPLES
-    for line in re.findall(r"python -m upsnb ((?:run|list|show|resume|stop|flip|compare)\b[^`|\n]*)", text):
+    for line in re.findall(r"python -m upsnb ((?:run|list|show|resume|stop|flip|compare|board|sweep)\b[^`|\n]*)", text):
         command._parser().parse_args(shlex.split(line.split("   ")[0], comments=True))
 
 

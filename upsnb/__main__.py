@@ -32,6 +32,8 @@ EXAMPLES = """examples:
   python -m upsnb flip my-run compile on       change it while it trains
   python -m upsnb stop my-run                  it saves and ends; resume goes on where it was
   python -m upsnb compare one other            two finished runs
+  python -m upsnb board                        all runs that are comparable, ranked
+  python -m upsnb sweep lr.yaml                train with many settings, or go on with it
 
 exit codes: 0 done, 1 failed, 2 refused before anything was done, 130 stopped by Ctrl-C"""
 
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        print("stopped by its user: the kernel was ended, and with it the runs that it had started", file=sys.stderr)
+        print("stopped by its user: what it had started ends with it", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -106,6 +108,21 @@ def _parser() -> argparse.ArgumentParser:
         "OTHER",
     )
     compared.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="keep report and figures there")
+    ranked = command(
+        "board",
+        "rank models by their test errors, in tables and on a page",
+        lambda args: commands.board(args.runs, args.output, args.price),
+    )
+    ranked.add_argument("runs", nargs="*", metavar="RUN", help="runs, or folders of runs (outputs/)")
+    ranked.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="a new one under outputs/")
+    ranked.add_argument("--price", type=float, default=0.0, metavar="$/H", help="of the machine")
+    swept = command(
+        "sweep",
+        "train with many settings, or go on with it",
+        lambda args: commands.sweep(args.file, args.output),
+    )
+    swept.add_argument("file", type=Path, help="what to vary; docs/leaderboard.md describes it")
+    swept.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="named after the file, under outputs/")
     data = command("data", "fetch data files, look into them, audit them", lambda args: args.of_data(args))
     of_data = data.add_subparsers(required=True, metavar="command")
     for name, what, act in (

@@ -14,6 +14,7 @@ from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import ALIVE, FIGURES, REPORT
 
 SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
+    "board": "compare.board",
     "check": "compare.check",
     "compare": "compare.verdict",
     "data": "report.data_report",
@@ -22,6 +23,7 @@ SUMMARISED_BY = {  # modules by the kind of report they write, imported when ask
     "phases": "compare.ladder",
     "profile": "profile.report",
     "scaling": "compare.scaling",
+    "sweep": "compare.sweep",
 }
 LOG_LINES = 25  # of what a failed run said last
 
@@ -155,6 +157,26 @@ def compare(first: str, second: str, folder: Path | None) -> None:
         curves = figures.curves({name: [run] for name, run in zip(report["arms"], runs, strict=True)})
         drawn = {"quality": figures.quality(curves, report), "outcome": figures.outcome(report)}
         print(*(as_typed(save(figure, folder / FIGURES, name)) for name, figure in drawn.items()), sep="\n")
+
+
+def board(names: list[str], folder: Path | None, price_per_hour: float) -> None:
+    """Print the leaderboard of runs, and write its page and its CSV."""
+    from upsnb.compare import board, board_pages
+
+    report = board.board(names, price_per_hour)
+    written = board_pages.write(report, folder or runfolder.new_folder("board"))
+    print(board.summary(report), *map(as_typed, written), sep="\n")
+
+
+def sweep(file: Path, folder: Path | None) -> int:
+    """Train what a sweep's file asks for and is not there yet; 1 where a training failed."""
+    from upsnb.compare import sweep, sweep_figures
+
+    planned = sweep.read(file)
+    folder = folder or runfolder.project_root() / planned.base.logging.root / planned.name
+    report = sweep.run(planned, folder, log=print)
+    print(sweep.summary(report), *map(as_typed, sweep_figures.write_figures(folder).values()), sep="\n")
+    return int(any(point["failed"] for point in report["points"]))
 
 
 # -- data ----------------------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def of_notebook(variables: dict, own: Collection[str] = (), injected: Collection
     plain = (str, int, float, list, tuple, dict, type(None))
     passed_over = {*PARAMETERS, *own, "In", "Out", "exit", "quit", "get_ipython", "open"}
     if variables.get("preset"):
-        path = _preset_path(str(variables["preset"]))
+        path = preset_path(str(variables["preset"]))
         layers.put(layers.read(path)[0], path)
     names = list(variables)
     if injected is None:
@@ -349,7 +349,7 @@ def project_root() -> Path:
     return here
 
 
-def _preset_path(preset: str) -> Path:
+def preset_path(preset: str) -> Path:
     """A preset's file: a path, or a name in params/ of this folder, one above it, or this project."""
     name = preset if preset.endswith((".yaml", ".yml")) else preset + ".yaml"
     here = Path.cwd()

@@ -45,6 +45,7 @@ OTHERWISE = {  # notebook: parameters beside or instead of the preset
     },
     "08_profile": {"preset": "smoke", "warm_up_s": 1.0},
     "10_models": {"preset": "smoke", "time_limit_s": 4.0, "others": ["fno"]},
+    "11_sweep": {"preset": "smoke", "grid": {"muon_lr": [2e-3, 4e-3]}, "time_limit_s": 2.0},
 }
 
 

@@ -18,10 +18,10 @@ from upsnb.errors import ConfigError
 from upsnb.models import chosen
 from upsnb.models.surrogate import Surrogate
 from upsnb.report.file import finish, number
-from upsnb.report.results import train_report
+from upsnb.report.results import references, train_report
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import Run
-from upsnb.training import evaluation, metrics
+from upsnb.training import evaluation
 from upsnb.training.timing import elapsed_ms, mark
 from upsnb.widgets.progress import Progress, rewrite
 
@@ -80,7 +80,7 @@ def train(
     for seed in seeds:
         for name, config in configs.items():
             own = folder / "runs" / f"{name}-seed{seed}"
-            run = handle.start(overlays.apply(config, {"training.seed": seed}), own)
+            run = handle.start(overlays.apply(config, {"training.seed": seed, "logging.name": name}), own)
             run.wait(on_event=Progress(lambda text, name=name: log(f"{name}: {text}")))
             rows.append(_row(name, run, opened))
             log(_line(rows[-1]))
@@ -100,15 +100,7 @@ def train(
 def _row(name: str, run: Run, opened: Mapping[str, Dataset]) -> dict:
     """What one run reached and cost; `references` are nRMSEs of forecasts without a model, of the same samples."""
     device = hardware.resolve_device(run.config, hardware.detect())
-    numbers, references, model = train_report(run), {}, run.load_model(device=device)
-    for key, splits in numbers["datasets"].items():
-        (values,) = splits.values()
-        rollout = "rollout_" if "rollout_nrmse_mean" in values else ""
-        without = metrics.baseline_key(not opened[key].spec.time_dependent)
-        references[key] = {
-            values["baseline"]: values[rollout + without],
-            "look-up": values[f"{rollout}lookup_nrmse_mean"],
-        }
+    numbers, model = train_report(run), run.load_model(device=device)
     reached = run_summary(run, numbers, 0.0)
     del reached["cost_dollars"]  # nobody said what an hour costs
     return {
@@ -117,7 +109,9 @@ def _row(name: str, run: Run, opened: Mapping[str, Dataset]) -> dict:
         "parameters": numbers["parameters"],
         "steps": numbers["steps"],
         "validations": [[event["time_s"], event["val_nrmse"]] for event in run.events(("eval",))],
-        "references": references,
+        "references": {
+            key: references(values) for key, splits in numbers["datasets"].items() for values in splits.values()
+        },
         "frame_ms": {key: frame_ms(model, dataset, device) for key, dataset in opened.items()},
     }
 

@@ -227,6 +227,14 @@ def _baseline(values: dict) -> tuple[str, str]:
     return values.get("baseline") or key.removesuffix("_nrmse_mean").replace("_", " "), key
 
 
+def references(values: dict) -> dict[str, float]:
+    """nRMSE of forecasts without a model as far as it is known, of the rollout where there is one."""
+    rolled, (called, key) = "rollout_" * ("rollout_nrmse_mean" in values), _baseline(values)
+    keys = {called: key, "training mean": key if called == "training mean" else "training_mean_nrmse_mean"}
+    found = {name: values.get(rolled + key) for name, key in {**keys, "look-up": "lookup_nrmse_mean"}.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 

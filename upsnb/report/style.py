@@ -29,7 +29,7 @@ BLACK, GREY, GAP = "#000000", "#6F6F6F", "#DDDDDD"  # GAP: where a field has no 
 ROLES = {  # curves that look the same in every figure
     "truth": {"color": BLACK, "linewidth": 2.0},
     "persistence": {"color": GREY, "linestyle": "--"},
-    "training mean": {"color": GREY, "linestyle": "--"},
+    "training mean": {"color": GREY, "linestyle": "-."},
 }
 LETTERS_PER_INCH = 12.5  # of a title
 FIELD_COLOURS, ERROR_COLOURS, INPUT_COLOURS = "viridis", "RdBu_r", "cividis"

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from upsnb import config as configs
@@ -317,6 +317,7 @@ def start(
     folder: Path | str | None = None,
     attached: bool | None = None,
     worker: Path | str | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Start a run in processes of its own and return at once.
 
@@ -326,6 +327,7 @@ def start(
         folder: where the run lives; empty: a new folder below `logging.root`.
         attached: the run ends when this process does; empty: only outside interactive notebooks.
         worker: script that torchrun starts instead of `upsnb.worker`.
+        environment: variables over this process's own, such as which GPUs the run may see.
     Raises:
         ConfigError: this machine cannot run the config, or its model fails; nothing was started or written.
         RunError: the folder holds a run that is alive, or one that the config does not continue.
@@ -361,6 +363,7 @@ def start(
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
+                **(environment or {}),
                 "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package_home))),
             },
             start_new_session=True,  # an interrupt of the kernel is no interrupt of the run

@@ -26,6 +26,7 @@ from upsnb.runs.processes import MARK, SEGMENT, STORE, kill_marked, marked, proc
 
 POLL_S = 0.1
 TORCHRUN = ".torchrun"  # where ranks find each other, and their output before it is copied to worker.log by name
+ORPHANED = "the process that started this run is gone, and an attached run ends with it"
 LOST_S = 20.0  # a disk may be away for a moment; a folder that is away for longer is lost
 LOST = "its folder was removed or moved while it trained"
 STACKS_S = 1.0  # time for hung ranks to write down where they stand
@@ -198,7 +199,7 @@ class Supervisor:
         if time.monotonic() - self.seen > LOST_S:
             return LOST
         if self.parent_gone.is_set() and not self._stop_asked():  # one that its user has stopped may end well
-            return "the process that started this run is gone, and an attached run ends with it"
+            return ORPHANED
         if self.terminations > 1:
             return "it was told to end at once by a second signal"
         if self.stop_deadline is not None and time.monotonic() > self.stop_deadline:

@@ -61,7 +61,7 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
         RunError: there is no such folder.
     """
     root = find_root(root)
-    rows = [row(folder, folder.relative_to(root).as_posix()) for folder in _folders(root)]
+    rows = [row(folder, folder.relative_to(root).as_posix()) for folder in folders(root)]
     datasets = sorted({f"nrmse_{name}" for values in rows for name in values["nrmse"]})
     rows = [{**values, **{f"nrmse_{name}": number for name, number in values["nrmse"].items()}} for values in rows]
     before = list(COLUMNS).index("split")
@@ -78,7 +78,7 @@ def find_root(root: Path | str | None = None) -> Path:
     return root
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def folders(root: Path) -> Iterator[Path]:
     """Folders of runs, and those that ought to be; what starts with a dot is nobody's run.
 
     A comparison or a ladder keeps its runs two levels deep; a report without runs of its own is passed over.
