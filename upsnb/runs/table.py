@@ -83,7 +83,8 @@ def folders(root: Path) -> Iterator[Path]:
 
     A comparison or a ladder keeps its runs two levels deep; a report without runs of its own is passed over.
     """
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
+    named = (path for path in root.iterdir() if not path.name.startswith(".") and path.name != runfolder.FIGURES)
+    for folder in sorted(path for path in named if path.is_dir()):
         try:
             if (folder / runfolder.MANIFEST).exists():
                 yield folder
