@@ -9,7 +9,7 @@ from upsnb.__main__ import main
 from upsnb.compare import check
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
-from upsnb.phases import PHASES, is_on
+from upsnb.phases import DOES_NOT_APPLY, PHASES, REFUSED, is_on
 from upsnb.runs import runfolder
 
 CPU = Hardware("cpu", 1, "a processor", 16.0, 8)
@@ -43,6 +43,16 @@ def test_without_a_gpu_files_for_gpus_are_refused_in_words_and_nothing_is_large(
     assert "for GPUs" in by_name(CPU)["2gpu_optimized"].refused and not by_name(CPU)["cpu_optimized"].refused
 
 
+def test_what_does_not_apply_to_a_model_is_not_tried(tmp_path):
+    spectral = overlays.load(
+        *(runfolder.project_root() / f"params/{name}.yaml" for name in ("smoke", "models/fno")),
+    )
+    report = check.check(spectral, tmp_path, chosen=["loss_frequency"], log=lambda text: None)
+    (row,) = report["rows"]
+    assert (row["verdict"], row["why"]) == (DOES_NOT_APPLY, "FNO predicts on its grid only") and row["step_ms"] is None
+    assert check.summary(report).startswith("0 ran, 0 refused, 1 did not apply, 0 failed\nloss_frequency: does not")
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match="chosen: 'fuse' is none"):
         check.plan(BASE, CPU, ["fuse"])
@@ -62,13 +72,15 @@ def test_what_ran_what_was_refused_and_what_failed_are_told_apart(tmp_path, monk
     report = check.check(base, tmp_path, chosen=["fused", "tf32"], num_steps=2)
     found = {row["name"]: row for row in report["rows"]}
     assert {name: row["verdict"] for name, row in found.items()} == {
-        "fused": check.RAN, "tf32": check.REFUSED, "broken": check.FAILED,
+        "fused": check.RAN, "tf32": REFUSED, "broken": check.FAILED,
     }  # fmt: skip
     assert found["fused"]["step_ms"] > 0 and found["fused"]["memory_gib"] > 0
     assert "set it to false" in found["tf32"]["why"] and "lower batch_size" in found["broken"]["why"]
     assert "Traceback" in (tmp_path / "trials/broken/log.txt").read_text()
     assert json.loads((tmp_path / runfolder.REPORT).read_text())["kind"] == "check"
-    assert len(check.table(report)) == 3 and check.summary(report).startswith("1 ran, 1 refused, 1 failed")
+    assert len(check.table(report)) == 3 and check.summary(report).startswith(
+        "1 ran, 1 refused, 0 did not apply, 1 failed"
+    )
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):

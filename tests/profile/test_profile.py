@@ -313,7 +313,7 @@ def test_findings_name_the_phase_that_addresses_them(tiny_config, share, phase):
     assert row["sentence"].endswith(f"-> phase {phases.BY_NAME[phase].number}, {phase}")
 
 
-def test_findings_do_not_advise_what_is_on_or_cannot_run(tiny_config):
+def test_findings_do_not_advise_what_is_on_or_cannot_run_or_does_not_apply(tiny_config):
     config = tiny_config(**{"training.compile": True})
     (row,) = report.findings(made(**{"launch gaps": 0.3}), config, hardware.detect())
     assert row["phase"] is None and row["sentence"].endswith("; phase 1, compile (on already)")
@@ -326,6 +326,10 @@ def test_findings_do_not_advise_what_is_on_or_cannot_run(tiny_config):
     (row,) = report.findings(made(optimizer=0.3), both, cpu)
     assert row["phase"] is None and "AdamW is either fused or foreach" in row["sentence"]
     assert report.findings(made(optimizer=0.04), config, cpu) == []
+    verdicts = {"loss_frequency": phases.Verdict(phases.DOES_NOT_APPLY, "FNO predicts on its grid only")}
+    (row,) = report.findings(made(**{"inverse losses": 0.4}), tiny_config(**INVERSE), cpu, verdicts)
+    assert row["phase"] is None
+    assert row["sentence"].endswith("loss_frequency (does not apply: FNO predicts on its grid only)")
 
 
 def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):

@@ -1,7 +1,8 @@
 """What this machine can do: its hardware, and a few real steps of every phase and params file, each in a process.
 
-Steps are of the reference model at its full width, on little generated data: which ones run, which are refused and why,
-which fail and how. Nothing here says how fast a phase is: `upsnb.compare.ladder` measures that.
+Steps are of the reference model at its full width, on little generated data: which ones run, which are refused or do
+not apply to the model and why, which fail and how. Nothing here says how fast a phase is: `upsnb.compare.ladder`
+measures that.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from upsnb.config import RunConfig
 from upsnb.data import datasets
 from upsnb.errors import ConfigError
 from upsnb.hardware import NVIDIA_DRIVER, Hardware
+from upsnb.phases import DOES_NOT_APPLY, REFUSED, Verdict
 from upsnb.report.file import finish, number
 from upsnb.runs import runfolder
 from upsnb.runs.supervisor import allocator_environment
-from upsnb.training import parallel
+from upsnb.training import parallel, preflight
 from upsnb.training.setup import Setup
 from upsnb.training.timing import peak_memory_gib
 
@@ -42,7 +44,7 @@ RESULT = "result.json"
 PARTIAL = ("rehearse", "pdebench_files", "pdebench_full", "smoke", "minute", "memory_reference")  # no recipes
 ON_TOP = ("conservative", "aggressive")  # of a whole config
 SMALL = {"training.batch_size": 2, "training.accum_steps": 1, "operator.pdet.depth": 2}  # where there is no GPU
-RAN, REFUSED, FAILED = "ran", "refused", "failed"
+RAN, FAILED = "ran", "failed"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Trial:
     kind: str  # phase, or params
     config: RunConfig
     refused: str = ""  # why it is not even tried
+    verdict: str = REFUSED  # on it then
     without: str = ""  # phases that were left out, and why
 
 
@@ -89,12 +92,15 @@ def plan(base: RunConfig, machine: Hardware, chosen: Sequence[str] = ()) -> list
     """
     off = _on_little_data(overlays.apply(base, phases.baseline_overlay(base)), machine)
     hardware.check_runnable(off, machine)
-    trials = [Trial(EAGER, "phase", off)]
+    trials, verdicts = [Trial(EAGER, "phase", off)], preflight.foreseen(off, machine)
     for phase in phases.BY_NAME.values():
         if not any(path.startswith(("checkpoint.", "evaluation.")) for path in phase.on):  # those are of no step
-            problems = phases.unmet(phase, off, machine)
-            config = off if problems else overlays.apply(off, phase.on)
-            trials.append(Trial(phase.name, "phase", config, refused="; ".join(map(str, problems))))
+            verdict = verdicts.get(phase.name, Verdict(phases.WORKS))
+            if problems := phases.unmet(phase, off, machine):  # with remedies
+                verdict = Verdict(REFUSED, "; ".join(map(str, problems)))
+            against = verdict.stands_against
+            config, why = (off, verdict.why) if against else (overlays.apply(off, phase.on), "")
+            trials.append(Trial(phase.name, "phase", config, why, verdict.kind))
     for path in sorted((runfolder.project_root() / "params").glob("*.yaml")):
         if path.stem not in PARTIAL:
             trials.append(_of_file(path, base, machine))
@@ -176,7 +182,13 @@ def check(
 
 def _row(trial: Trial, folder: Path, num_steps: int, limit_s: float) -> dict:
     own = folder / "trials" / trial.name
-    row = {"name": trial.name, "kind": trial.kind, "verdict": REFUSED, "why": trial.refused, "without": trial.without}
+    row = {
+        "name": trial.name,
+        "kind": trial.kind,
+        "verdict": trial.verdict,
+        "why": trial.refused,
+        "without": trial.without,
+    }
     row |= dict.fromkeys(("step_ms", "first_step_s", "memory_gib"))
     if trial.refused:
         return row
@@ -206,8 +218,9 @@ def _line(row: Mapping) -> str:
 
 def summary(report: Mapping) -> str:
     """The report in a few lines: how many ran, then what did not."""
-    counts = {verdict: sum(row["verdict"] == verdict for row in report["rows"]) for verdict in (RAN, REFUSED, FAILED)}
-    lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
+    found = [row["verdict"] for row in report["rows"]]
+    counts = {"ran": RAN, "refused": REFUSED, "did not apply": DOES_NOT_APPLY, "failed": FAILED}
+    lines = [", ".join(f"{found.count(verdict)} {said}" for said, verdict in counts.items())]
     return "\n".join([*lines, *(_line(row) for row in report["rows"] if row["verdict"] != RAN)])
 
 

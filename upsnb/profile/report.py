@@ -13,6 +13,7 @@ from upsnb.config import RunConfig
 from upsnb.errors import RunError, RunTimeout
 from upsnb.hardware import Hardware
 from upsnb.memory import plan, predict
+from upsnb.phases import Verdict
 from upsnb.profile.recorder import profile_name
 from upsnb.report.file import finish
 from upsnb.runs import runfolder
@@ -174,7 +175,8 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "phases_on": phases.names_on(config),
         "settings": overlays.difference(RunConfig(), config),
     }
-    report["findings"] = findings(report, config, machine)
+    verdicts = {name: Verdict(*said) for name, said in run.manifest.get("verdicts", {}).items()}
+    report["findings"] = findings(report, config, machine, verdicts)
     report["questions"] = questions(report, ranks, config)
     return finish(report, folder, run.manifest)
 
@@ -221,10 +223,16 @@ def start_up(run: Run, events: list[dict]) -> dict[str, float]:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def findings(report: Mapping, config: RunConfig, machine: Hardware) -> list[dict]:
+def findings(
+    report: Mapping, config: RunConfig, machine: Hardware, verdicts: Mapping[str, Verdict] | None = None
+) -> list[dict]:
     """What stands out, largest first: a sentence, its share, and the phase or extra that addresses it.
 
-    Where all that would is on already, or cannot run here, the sentence says so and `phase` is None.
+    Where all that would is on already, cannot run here or does not apply to the model, the sentence says so and `phase`
+    is None.
+
+    Args:
+        verdicts: what phases are to the model, as far as it is known.
     """
     shares, rows = report["shares"], []
 
@@ -235,11 +243,16 @@ def findings(report: Mapping, config: RunConfig, machine: Hardware) -> list[dict
         hindered = []
         for phase in (phases.BY_NAME[name] for name in names):
             called = f"phase {phase.number}, {phase.name}" if phase.number else f"extra {phase.name}"
-            unmet = [] if phases.is_on(phase, config) else phases.unmet(phase, config, machine)
-            if not unmet and not phases.is_on(phase, config):
+            verdict, why = (verdicts or {}).get(phase.name), ""
+            if phases.is_on(phase, config):
+                why = "on already"
+            elif unmet := phases.unmet(phase, config, machine):
+                why = unmet[0].found
+            elif verdict and verdict.stands_against:
+                why = str(verdict)
+            if not why:
                 rows.append({"sentence": f"{sentence} -> {called}", "share": share, "phase": phase.name})
                 return
-            why = unmet[0].found if unmet else "on already"
             hindered.append(f"{called} ({why})")
         rows.append({"sentence": f"{sentence}; {', '.join(hindered)}", "share": share, "phase": None})
 
