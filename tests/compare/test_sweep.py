@@ -1,6 +1,7 @@
 """A sweep: what its file may say, what it trains, and that it goes on wherever it was ended."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -82,6 +83,8 @@ BAD = {
     "random: {lr: {from: 0, to: 0.1, log: true}}\ndraws: 2": "random: lr: from 0 to 0.1 -> ",
     "random: {lr: {low: 1, to: 2}}\ndraws: 2": "random: lr: got {'low': 1, 'to': 2} -> write from and to",
     "random: {lr: [0.1]}": "draws: got 0 -> how many points",
+    "grid: {lr: [0.1]}\nsampler: optuna": "sampler: got 'optuna' -> write optuna, beside random",
+    "random: {lr: [0.1]}\ndraws: 1\nsampler: grid": "sampler: got 'grid' -> write optuna",
     "grid: {tf32: [true]}\nsettings: {device: cpu}": "TF32: training.tf32: TensorFloat-32 is",
     "grid: [lr]": "grid: got ['lr'] -> write settings below it",
     f"grid: {{lr: {[n + 1.0 for n in range(1001)]}}}": "1001 points x 1 seeds -> at most 1000 trainings",
@@ -215,6 +218,56 @@ def test_figure_has_a_panel_for_each_setting(tmp_path, trained):
     figure = sweep_figures.slices(json.loads((tmp_path / "report.json").read_text()))
     check(figure)
     assert path.exists() and [ax.get_xlabel() for ax in figure.axes] == [*planned.points[0]]
+
+
+# -- a search ------------------------------------------------------------------------------------------------------
+
+ASKED = {"lr": {"from": 1e-4, "to": 1e-1, "log": True}, "depth": {"from": 2, "to": 9}, "num_heads": [2, 4]}
+
+
+def test_without_optuna_a_search_is_refused_with_what_installs_it(monkeypatch):
+    monkeypatch.setattr(sweep, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="sampler: optuna is not installed -> pip install"):
+        sweep.plan(CONFIG, random=ASKED, draws=9, sampler="optuna")
+
+
+def test_a_search_trains_what_is_suggested_and_goes_on_with_all_that_it_knows(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(sweep, "find_spec", bool)
+    trained.errors = {0.001: {"end_reason": "stopped"}}
+    told = []
+
+    def suggest(axes, known):
+        told.append(len(known))
+        return {**known[0][0], "optimizer.lr": 0.001 * (len(known) - 4)} if len(known) < 8 else None
+
+    monkeypatch.setattr(sweep, "suggest", suggest)
+    planned = sweep.plan(CONFIG, random=ASKED, draws=9, sampler="optuna")
+    assert planned.points == sweep.plan(CONFIG, random=ASKED, draws=5).points
+    sweep.run(planned, tmp_path, log=lambda text: None)
+    assert told == [5], "the sixth was stopped"
+    trained.errors = {}
+    report = sweep.run(planned, tmp_path, log=lambda text: None)
+    assert told == [5, 6, 7, 8] and len(report["points"]) == len(trained.asked) - 1 == 8, "one of them twice"
+
+
+def test_optuna_looks_where_errors_are_small():
+    pytest.importorskip("optuna", reason="the extra optuna is not installed")
+    planned = sweep.plan(CONFIG, random=ASKED, draws=40, sampler="optuna")
+
+    def error(point):  # smallest at a learning rate of 0.01 and a depth of 4; some points fail
+        distance = abs(math.log10(point["optimizer.lr"]) + 2) + abs(point["operator.pdet.depth"] - 4) / 4
+        return None if point["operator.pdet.depth"] == 9 else distance
+
+    known = [(point, error(point)) for point in planned.points]
+    while len(known) < planned.draws:
+        point = sweep.suggest(planned.axes, known)
+        assert point == sweep.suggest(planned.axes, known) and point not in [one for one, _ in known]
+        assert 1e-4 <= point["optimizer.lr"] <= 1e-1 and point["operator.pdet.depth"] in range(2, 10)
+        known.append((point, error(point)))
+    early, late = ([found for _, found in part if found is not None] for part in (known[:5], known[-10:]))
+    assert min(late) < min(early) and sum(late) / len(late) < sum(early) / len(early)
+    two = {"num_heads": [2, 4]}
+    assert sweep.suggest(two, [({"num_heads": 2}, 0.1), ({"num_heads": 4}, 0.2)]) is None, "all are known"
 
 
 # -- for real ------------------------------------------------------------------------------------------------------

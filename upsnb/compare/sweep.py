@@ -1,4 +1,4 @@
-"""One training for every point of a grid, or of a random draw, and every seed; the best point by validation.
+"""One training for every point of a grid, of a random draw or of a search, and every seed; the best by validation.
 
 A sweep is a folder of ordinary runs. Each training has the GPUs to itself that it needs; on a CPU there is one at a
 time. Whatever ends it, the same call goes on: what is finished stays, what was interrupted is continued. No run of a
@@ -17,7 +17,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ import yaml
 
 from upsnb import hardware, overlays, phases
 from upsnb.compare.search import told
+from upsnb.compare.suggest import INSTALL, SAMPLER, rounded, suggest
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, shown
 from upsnb.hardware import Hardware
@@ -42,11 +44,12 @@ from upsnb.runs.throughput import median_with_interval
 from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "sweep"
-PARAMETERS = ("grid", "random", "draws", "seeds")  # of the notebook, beside the sections
-KEYS = ("name", "base", "settings", *PARAMETERS)  # of a sweep's file
+PARAMETERS = ("grid", "random", "draws", "sampler", "seeds")  # of the notebook, beside the sections
+KEYS = ("base", "settings", *PARAMETERS)  # of a sweep's file
 RANGE = ("from", "to", "log")  # of what is drawn from an interval
 SWEEP, RUNS, BEST = "sweep.json", "runs", "best.yaml"
 MOST_RUNS = 1000
+BY_CHANCE = 5  # points of a search that are drawn before there is anything to go by
 OWN = {  # settings that a sweep has for itself, and what says them instead
     "training.seed": "seeds",
     "evaluation.split": "nothing: a sweep selects on validation",
@@ -62,6 +65,8 @@ class Sweep:
     base: RunConfig
     points: tuple[dict, ...]  # settings by dotted path
     seeds: tuple[int, ...]
+    axes: Mapping = field(default_factory=dict)  # of a search: what further points are drawn from
+    draws: int = 0  # and how many there are in all
 
     def config(self, point: Mapping, seed: int) -> RunConfig:
         """Of one training."""
@@ -78,12 +83,10 @@ def read(path: Path) -> Sweep:
     Raises:
         ConfigError: every problem of it, a sentence each.
     """
-    values, _ = overlays.read_file(path)
-    problems = [f"{key}: unknown -> {did_you_mean(key, KEYS)}" for key in values if key not in KEYS]
+    values, layers = overlays.read(path), overlays.Layers(as_typed(path))
+    layers.problems += [f"{key}: unknown -> {did_you_mean(key, KEYS)}" for key in values if key not in KEYS]
     bases = values.get("base") or []
     bases = [bases] if isinstance(bases, str) else bases
-    layers = overlays.Layers(as_typed(path))
-    layers.problems += problems
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         layers.problems.append(f"base: got {shown(bases)} -> name a params file, or a list of them")
         bases = []
@@ -95,7 +98,7 @@ def read(path: Path) -> Sweep:
         more = {}
     layers.put(more, "settings")
     given = {key: values[key] for key in PARAMETERS if values.get(key) is not None}
-    return plan(layers.config(), str(values.get("name") or Path(path).stem), where=as_typed(path), **given)
+    return plan(layers.config(), Path(path).stem, where=as_typed(path), **given)
 
 
 def plan(
@@ -104,6 +107,7 @@ def plan(
     grid: Mapping | None = None,
     random: Mapping | None = None,
     draws: int = 0,
+    sampler: str = "",
     seeds: Sequence[int] = (42,),
     where: str = "the sweep",
 ) -> Sweep:
@@ -113,6 +117,7 @@ def plan(
         grid: values by setting, in any written form; all combinations are trained.
         random: values by setting, or {"from", "to", "log"}: an interval, even on a logarithmic scale with `log`.
         draws: how many random points; more of them begin with the same.
+        sampler: "optuna" draws all but the first few by what those before came to; empty: chance draws them.
     Raises:
         ConfigError: every problem, a sentence each.
     """
@@ -125,6 +130,10 @@ def plan(
         problems.append(f"seeds: got {shown(seeds)} -> write a list of whole numbers")
     elif len(set(seeds)) < len(seeds):
         problems.append(f"seeds: {shown(seeds)} has one twice -> each once")
+    if sampler and (sampler != SAMPLER or not random):
+        problems.append(f"sampler: got {shown(sampler)} -> write {SAMPLER}, beside random, or nothing")
+    elif sampler and find_spec(SAMPLER) is None:
+        problems.append(f"sampler: {SAMPLER} is not installed -> {INSTALL}, or let chance draw")
     axes = {}
     for said, chosen in (("grid", grid), ("random", random)):
         if chosen and not isinstance(chosen, Mapping):
@@ -138,11 +147,13 @@ def plan(
                 problems += [f"{said}: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems, where)
-    points = _drawn(axes, draws) if random else [dict(zip(axes, those)) for those in itertools.product(*axes.values())]
-    if len(points) * len(seeds) > MOST_RUNS:
-        asked = f"{len(points)} points x {len(seeds)} seeds"
+    first = min(draws, BY_CHANCE) if sampler else draws
+    points = _drawn(axes, first) if random else [dict(zip(axes, those)) for those in itertools.product(*axes.values())]
+    if max(len(points), draws) * len(seeds) > MOST_RUNS:
+        asked = f"{max(len(points), draws)} points x {len(seeds)} seeds"
         raise ConfigError([f"{asked} -> at most {MOST_RUNS} trainings; draw at random instead of a grid"], where)
-    sweep = Sweep(name, base, tuple(points), tuple(seeds))
+    further = {"axes": axes, "draws": draws} if sampler else {}
+    sweep = Sweep(name, base, tuple(points), tuple(seeds), **further)
     machine = hardware.detect()
     for point in points:
         try:
@@ -203,13 +214,9 @@ def _draw(random: np.random.Generator, values: list | Mapping):
     if isinstance(values, list):
         return values[random.integers(len(values))]
     low, high = values["from"], values["to"]
-    if values.get("log"):
-        drawn = math.exp(random.uniform(math.log(low), math.log(high)))
-    else:
-        drawn = random.uniform(low, high)
-    if isinstance(low, int) and isinstance(high, int):
-        return int(np.clip(round(drawn), low, high))
-    return float(np.clip(float(f"{drawn:.3g}"), low, high))  # as many digits as anybody wants to read
+    drawn = math.exp(random.uniform(math.log(low), math.log(high))) if values.get("log") else random.uniform(low, high)
+    is_whole = isinstance(low, int) and isinstance(high, int)
+    return rounded(min(max(round(drawn), low), high) if is_whole else drawn, values)
 
 
 # -- training ------------------------------------------------------------------------------------------------------
@@ -233,17 +240,33 @@ def run(sweep: Sweep, folder: Path | str, log: Callable[[str], None] = rewrite) 
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        trainings = {run_name(point, seed): (point, seed) for point in sweep.points for seed in sweep.seeds}
-        for name, (point, seed) in trainings.items():
-            if (folder / RUNS / name / runfolder.MANIFEST).exists():
-                _check_same(folder / RUNS / name, sweep.config(point, seed))
-        points = [{"settings": one, "runs": [run_name(one, seed) for seed in sweep.seeds]} for one in sweep.points]
-        base = overlays.difference(RunConfig(), sweep.base)
-        runfolder.write_json(folder / SWEEP, {"format": FORMAT, "name": sweep.name, "base": base, "points": points})
-        try:
-            _work(sweep, folder, trainings, log)
-        finally:
-            found = report(folder)
+        if sweep.draws and (folder / SWEEP).exists():  # a search goes on from all that it knows
+            earlier = [one["settings"] for one in read_json(folder / SWEEP, FORMAT, _Record)["points"]]
+            further = (point for point in earlier if point not in sweep.points)
+            sweep = replace(sweep, points=(*sweep.points, *further))
+        found = _train(sweep, folder, log)
+        while len(found["points"]) < sweep.draws and not any(point["missing"] for point in found["points"]):
+            known = [(point["settings"], point["nrmse"]["median"]) for point in found["points"]]
+            if (point := suggest(sweep.axes, known)) is None:
+                break
+            sweep = replace(sweep, points=(*sweep.points, point))
+            found = _train(sweep, folder, log)
+    return found
+
+
+def _train(sweep: Sweep, folder: Path, log: Callable[[str], None]) -> dict:
+    """Train those of the sweep's points that are missing; the report."""
+    trainings = {run_name(point, seed): (point, seed) for point in sweep.points for seed in sweep.seeds}
+    for name, (point, seed) in trainings.items():
+        if (folder / RUNS / name / runfolder.MANIFEST).exists():
+            _check_same(folder / RUNS / name, sweep.config(point, seed))
+    points = [{"settings": one, "runs": [run_name(one, seed) for seed in sweep.seeds]} for one in sweep.points]
+    base = overlays.difference(RunConfig(), sweep.base)
+    runfolder.write_json(folder / SWEEP, {"format": FORMAT, "name": sweep.name, "base": base, "points": points})
+    try:
+        _work(sweep, folder, trainings, log)
+    finally:
+        found = report(folder)
     return found
 
 
@@ -263,7 +286,7 @@ def _check_same(folder: Path, config: RunConfig) -> None:
         config, _ = phases.skip_missing(config, hardware.detect())
     if other := overlays.difference(Run(folder).config, config).keys() - {"checkpoint.resume"}:
         found = f"was trained with another {', '.join(sorted(other))}"
-        raise RunError(f"{as_typed(folder)}: {found} -> choose another folder, or another name of the sweep")
+        raise RunError(f"{as_typed(folder)}: {found} -> choose another folder")
 
 
 def _work(sweep: Sweep, folder: Path, trainings: Mapping[str, tuple[dict, int]], log: Callable[[str], None]) -> None:
