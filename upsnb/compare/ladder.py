@@ -119,7 +119,7 @@ def measure(
             rows += [measured.row(entry) for entry in left_out]
     finally:
         measured.close()
-    chosen_set = {"changes": {}, "ratio": None, "basis": "", "refused": {}, "tried": []}
+    chosen_set = {"changes": {}, "ratio": None, "basis": "nothing was searched", "refused": {}, "tried": []}
     if minutes:
         chosen_set = recommend(off, folder / "search", minutes, max(quality_epochs, 1), log)
     report = {
@@ -199,7 +199,7 @@ class Measurements:
 def recommended(report: dict) -> str:
     """The set to use on this machine, in a sentence; empty where none was searched for."""
     chosen = report["recommended"]
-    if not chosen["basis"]:
+    if not chosen.get("tried", True):
         return ""
     if not chosen["changes"]:
         return f"Recommended: the baseline, because {chosen['basis']}."

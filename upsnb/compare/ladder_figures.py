@@ -25,8 +25,8 @@ def promise_and_measurement(report: Mapping) -> Figure:
     shown = {row["phase"] for _, rows in panels for row in rows} | report["skipped"].keys()
     names = [name for name in (BATCH, *BY_NAME) if name in shown]
     gain = sum((row["ratio"]["ci95"][0] or 0) > 1 for row in report["alone"])
-    title = f"{gain} of {len(names) - (BATCH in names)} phases are sure to gain alone. {recommended(report)}".strip()
-    figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2), title)
+    title = f"{gain} of {len(names) - (BATCH in names)} phases {'is' if gain == 1 else 'are'} sure to gain alone."
+    figure = empty_figure(7.2, 1.1 + 0.32 * max(len(names), 2), f"{title} {recommended(report)}".strip())
     axes = figure.subplots(1, max(len(panels), 1), sharey=True, squeeze=False)[0]
     for ax, (kind, rows) in zip(axes, panels):
         over = "with / without it" if kind == "leave_one_out" else "/ baseline's"
