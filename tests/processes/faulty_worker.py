@@ -3,6 +3,7 @@
 Everything but the training loop is the real worker, so a test sees the real failure files, heartbeats and watchdog.
 """
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -54,6 +55,10 @@ def train(config, folder, ranks, events, heartbeat, launch):
             shutil.rmtree(path)
     if ranks.rank == 0 and kind != "no_end":
         events.write("end", step + 1, reason=reason, **END)
+    if armed and kind == "late":
+        time.sleep(1)
+        os.kill(runfolder.read_heartbeats(folder)[0]["pid"], 0)  # an error where rank 0 has left before
+        atexit.register(lambda: print("its group stands:", dist.is_initialized()))
 
 
 def save(folder, ranks, events, step):

@@ -69,7 +69,7 @@ def assert_failed(run, status="failed"):
 
 
 def test_finished_run(monkeypatch, tmp_path):
-    run = start(monkeypatch, tmp_path / "run", "none:0:0", 2)
+    run = start(monkeypatch, tmp_path / "run", "late:1:0", 2)
     assert run.status() in runfolder.ALIVE
     seen = []
     assert run.wait(on_event=seen.append) == run.status() == "finished"
@@ -80,6 +80,8 @@ def test_finished_run(monkeypatch, tmp_path):
     (segment,) = run.manifest["segments"]
     assert segment["status"] == "finished" and run.manifest["end_reason"] == "epochs"
     assert not (run.folder / ".torchrun").exists()
+    assert segment["exit_code"] == 0 and segment["failures"] == [], "rank 0 waits for the late one"
+    assert "its group stands: True" in run.log_tail(100), "taking gloo's groups down has aborted ranks"
 
 
 def test_raising_rank_is_named_with_its_message(monkeypatch, tmp_path):

@@ -48,7 +48,9 @@ def main(folder: Path | str) -> None:
             loop.train(config, folder, ranks, events, heartbeat, launch)
         heartbeat.done()
         events.close()
-        parallel.shutdown(ranks)
+        parallel.barrier(ranks)  # what a rank sends to one that has left is an error of the sender's
+        if ranks.device.type == "cuda":  # gloo's groups die with the process: taking them down has aborted ranks
+            parallel.shutdown(ranks)
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException as error:  # an exit in the middle of training is a failure too
