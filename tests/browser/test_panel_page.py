@@ -53,6 +53,12 @@ COLLISIONS = """() => {
     return {found, count: texts.length};
 }"""
 
+# What a person sets or presses and a screen reader cannot name: should be none.
+UNNAMED = """() => [...document.querySelectorAll('.ups-panel :is(input, select, textarea, button)')]
+    .filter(e => e.checkVisibility() && !(e.getAttribute('aria-label') || e.labels?.[0]?.textContent.trim()
+        || (e.tagName === 'BUTTON' && e.textContent.trim())))
+    .map(e => e.outerHTML.slice(0, 200))"""
+
 
 @pytest.fixture
 def run(tmp_path, tiny_config):
@@ -115,7 +121,8 @@ def test_clicks_are_obeyed_by_two_ranks_and_seen_again_after_a_reload(lab: Lab, 
     effects = lab.page.locator(".ups-table")
     until(lambda: effects.inner_text().count("[") == 4, "not every effect is there with its interval")
     before = revision(live)
-    lab.page.select_option(".ups-measured select", "activation checkpointing")
+    assert lab.page.evaluate(UNNAMED) == []
+    lab.page.get_by_label("effect of").select_option("activation checkpointing")
     lab.page.get_by_role("button", name="Measure").click()
     lab.page.get_by_text("at most 1,000").wait_for()
     assert revision(live) == before, "it asks first"

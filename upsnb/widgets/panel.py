@@ -194,9 +194,9 @@ class Panel:
         for text in self._notes.values():
             text.style.description_width = "40px"
             text.observe(lambda change: self._annotate(), "value")
-        self._axis = widgets.ToggleButtons(
-            options=["step", "time"], tooltips=["over optimizer steps", "over seconds of training"],
-            style={"button_width": "70px"}, layout=widgets.Layout(width="auto"),
+        self._axis = widgets.Dropdown(  # not ToggleButtons: their label pushes them below their neighbours
+            options=[("optimizer steps", "step"), ("seconds of training", "time")], description="curves over",
+            style={"description_width": "80px"}, layout=widgets.Layout(width="240px"),
         )  # fmt: skip
         wide = widgets.Layout(width="130px")
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
@@ -205,8 +205,9 @@ class Panel:
         chosen = [phase.name for phase in BY_NAME.values() if phase.hot and not all(map(phases.is_idle, phase.on))]
         what = [("two equal arms", NOTHING), *((phases.label(name), name) for name in chosen)]
         self._measured = widgets.Dropdown(
-            options=what, value=what[1][1], layout=widgets.Layout(width="190px"),
-        ).add_class("ups-measured")  # fmt: skip
+            options=what, value=what[1][1], description="effect of", style={"description_width": "60px"},
+            layout=widgets.Layout(width="250px"),
+        )  # fmt: skip
         tooltip = "steps with and without it take turns, and the run goes on as it was"
         self._measure_button = self._button("Measure", tooltip, self._measure)
         self._askers.append(self._measure_button)
