@@ -52,7 +52,8 @@ def truncated(path: Path) -> Path:
     return path
 
 
-def test_run_command_leaves_report_figures_and_notebook(tmp_path):
+def test_run_command_leaves_report_figures_and_notebook_and_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "known-to-the-environment-alone")
     made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
     done = execute("upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=made), "-o", tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -63,6 +64,8 @@ def test_run_command_leaves_report_figures_and_notebook(tmp_path):
     cells = nbformat.read(tmp_path / "run" / "notebook.ipynb", as_version=4).cells
     pictures = [output for cell in cells for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
     assert len(pictures) == 9  # data, panel, prediction, rollout, spectrum, distribution, losses, throughput, answers
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 15 and not [path for path in files if b"known-to-the-environment" in path.read_bytes()]
 
 
 @pytest.mark.parametrize("limit_s", [0.001, pytest.param(1.0, marks=pytest.mark.long)])

@@ -18,6 +18,7 @@ from upsnb.runs import handle, runfolder
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")
 WORKER = Path(__file__).parent / "faulty_worker.py"
 STARTED = []
+SECRET = "known-to-the-environment-alone"
 
 
 def config(num_ranks, **training):
@@ -28,6 +29,7 @@ def config(num_ranks, **training):
 def start(monkeypatch, folder, fault, num_ranks, attached=False, **training):
     monkeypatch.setenv("UPSNB_FAULT", fault)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SOME_TOKEN", SECRET)
     run = handle.start(config(num_ranks, **training), folder, attached=attached, worker=WORKER)
     STARTED.append(run)
     return run
@@ -65,6 +67,7 @@ def assert_failed(run, status="failed"):
     assert "\n" not in run.cause() and len(run.cause()) < 600
     assert run._process.wait() != 0
     assert_nothing_left(run.folder)
+    assert not [path for path in run.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     return run.cause()
 
 
