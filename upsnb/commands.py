@@ -148,15 +148,11 @@ def flip(name: str, phase: str, on: bool) -> None:
 def compare(first: str, second: str, folder: Path | None) -> None:
     """Print what the second of two finished runs gains and loses; a folder gets the report and figures as well."""
     from upsnb.compare import figures, verdict
-    from upsnb.report.style import save
 
-    runs = [Run.attach(name) for name in (first, second)]
-    report = verdict.compare(*runs, folder)
+    report = verdict.compare(Run.attach(first), Run.attach(second), folder)
     print(verdict.summary(report))
     if folder is not None:
-        curves = figures.curves({name: [run] for name, run in zip(report["arms"], runs, strict=True)})
-        drawn = {"quality": figures.quality(curves, report), "outcome": figures.outcome(report)}
-        print(*(as_typed(save(figure, folder / FIGURES, name)) for name, figure in drawn.items()), sep="\n")
+        print(*map(as_typed, figures.write_figures(folder).values()), sep="\n")
 
 
 def board(names: list[str], folder: Path | None, price_per_hour: float) -> None:

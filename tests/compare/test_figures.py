@@ -34,23 +34,23 @@ def report(tmp_path_factory) -> dict:
     }
     ratios = {name: {"median": median, "ci95": [0.97 * median, 1.03 * median], "num_rounds": 9}
               for name, median in (("fast", 1.5), (NOISE, 1.0))}  # fmt: skip
-    return verdict.compare_arms(arms, ratios, None, {"speedup": 2.0})
+    made = verdict.compare_arms(arms, ratios, None, {"speedup": 2.0}, turns=TURNS)
+    for run in (run for those in made["arms"].values() for run in those):
+        run["validations"] = {"time_s": [10.0, 20.0, 30.0], "samples": [100, 200, 300], "nrmse": [0.13, None, 0.05]}
+    return made
 
 
-BLOCKS = [
+TURNS = [
     {"arm": arm, "samples": rate + turn % 3, "seconds": 1.0}
     for turn in range(8)
     for arm, rate in (("slow", 90), ("fast", 140), (NOISE, 90))
 ]
-VALIDATIONS = ([10.0, 20.0, 30.0], [100, 200, 300], [0.13, 0.08, 0.05])
-
-
-def curves() -> dict:
-    return {name: [VALIDATIONS, VALIDATIONS] for name in ENDED}
 
 
 def test_figures_of_a_comparison_say_what_is_seen_and_can_be_read(report):
-    for figure in (figures.speed(BLOCKS, report), figures.quality(curves(), report), figures.outcome(report)):
+    drawn = figures.draw(report)
+    assert list(drawn) == ["speed", "quality", "outcome"]
+    for figure in drawn.values():
         check(figure)
 
 
@@ -60,15 +60,15 @@ def test_the_kept_comparisons_can_be_drawn_again(name):
 
 
 def test_the_double_of_the_baseline_covers_it_nowhere(report):
-    turns, _ = figures.speed(BLOCKS, report).axes
-    time, _ = figures.quality(curves(), report).axes
+    turns, _ = figures.speed(report).axes
+    time, _ = figures.quality(report).axes
     for ax in (turns, time):
         for line in (line for line in ax.lines if line.get_color() == figures.GREY):
             assert line.get_linestyle() in ("--", "None") and line.get_markerfacecolor() == "none"
 
 
 def test_intervals_and_what_is_required_stand_beside_the_ratios(report):
-    _, ratios = figures.speed(BLOCKS, report).axes
+    _, ratios = figures.speed(report).axes
     bars = [tuple(line.get_xdata()) for line in ratios.lines if len(set(line.get_xdata())) == 2]
     assert bars == [tuple(report["speedup"]["ci95"]), tuple(report["aa_ratio"]["ci95"])]
     assert ratios.get_legend().texts[-1].get_text() == "required 2" and ratios.get_xlim()[1] > 2.0

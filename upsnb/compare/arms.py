@@ -144,4 +144,4 @@ def compare_report(folder: Path | str, criteria: dict | None = None, price_per_h
     runs = {name: [Run.attach(folder / path) for path in paths] for name, paths in record["runs"].items()}
     blocks, (first, *_) = [Block(**block) for block in record["blocks"]], record["names"]
     ratios = {name: ratio_of_turns(blocks, name, first) for name in runs} if blocks else None
-    return compare_arms(runs, ratios, folder, criteria, price_per_hour)
+    return compare_arms(runs, ratios, folder, criteria, price_per_hour, record["blocks"])

@@ -12,7 +12,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from upsnb.compare.arms import ARMS
 from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, facts, judged, score
 from upsnb.errors import RunError
 from upsnb.report import style
@@ -34,12 +33,9 @@ def looks(names: Sequence[str]) -> dict[str, dict]:
 
 
 @styled
-def speed(blocks: Sequence[dict], report: Mapping) -> Figure:
-    """Left, throughput of every turn in its order and the median; right, ratios to the baseline with 95 % intervals.
-
-    Args:
-        blocks: {"arm", "samples", "seconds"} in the order of time.
-    """
+def speed(report: Mapping) -> Figure:
+    """Left, throughput of every turn in its order and the median; right, ratios to the baseline with 95 % intervals."""
+    blocks = report["turns"]
     baseline, ratios = report["baseline"], {report["optimized"]: report["speedup"], NOISE: report["aa_ratio"]}
     wanted = required(report).get("speedup", 1.0)
     names = list(dict.fromkeys(block["arm"] for block in blocks))
@@ -79,12 +75,8 @@ def speed(blocks: Sequence[dict], report: Mapping) -> Figure:
 
 
 @styled
-def quality(curves: Mapping[str, Sequence[tuple]], report: Mapping) -> Figure:
-    """Validation nRMSE over training time and over samples seen, one curve a run; dotted what time to quality is to.
-
-    Args:
-        curves: arm -> [(time [s], samples, nRMSE [-]) of every validation, as arrays], one entry a seed.
-    """
+def quality(report: Mapping) -> Figure:
+    """Validation nRMSE over training time and over samples seen, one curve a run; dotted what time to quality is to."""
     last = f"{report['baseline']}'s last + {QUALITY_TOLERANCE:.0%}"
     lasts = np.array([one["val_loss"] for one in report["arms"][report["baseline"]]], float)  # null becomes NaN
     target = (1 + QUALITY_TOLERANCE) * lasts.mean()
@@ -93,13 +85,14 @@ def quality(curves: Mapping[str, Sequence[tuple]], report: Mapping) -> Figure:
         f"{report['optimized']} gets there {speedup:.2f} times as fast" if speedup else "not every training got there"
     )
     title = f"Validation nRMSE of {target:.3g}, {last}: {came}"
-    look = looks(list(curves))
+    look = looks(list(report["arms"]))
     figure = empty_figure(7.2, 3.1, title)
     axes = figure.subplots(1, 2, sharey=True)
-    for name, runs in curves.items():
-        for seed, (times, samples, nrmse) in enumerate(runs):
-            for ax, x in zip(axes, (times, samples)):
-                ax.plot(x, nrmse, marker="o", ms=4, lw=1.2, **look[name], label=name if seed == 0 else None)
+    for name, runs in report["arms"].items():
+        for run, named in zip(runs, (name, *[None] * len(runs))):
+            *along, nrmse = (floats(run["validations"][what]) for what in ("time_s", "samples", "nrmse"))
+            for ax, x in zip(axes, along):
+                ax.plot(x, nrmse, marker="o", ms=4, lw=1.2, **look[name], label=named)
     axes[0].set(xlabel=label("training time, compilation included", "s"), ylabel=label("validation nRMSE"))
     axes[1].set(xlabel=label("samples seen"))
     for ax in axes:
@@ -189,34 +182,15 @@ def _curves(events: list[dict], by_step: bool) -> list[tuple[np.ndarray, np.ndar
 # -- tables and figures ----------------------------------------------------------------------------------------------
 
 
-def curves(runs: dict[str, list[Run]]) -> dict[str, list[tuple]]:
-    """For each arm and run: training time [s], samples seen, and validation nRMSE of every validation."""
-    found: dict[str, list[tuple]] = {}
-    for name, those in runs.items():
-        for run in those:
-            evals = run.events(("eval",))
-            per_step = next((event["samples_per_step"] for event in run.events(("start",))), np.nan)
-            times = [event["time_s"] for event in evals]
-            samples = [event["step"] * per_step for event in evals]
-            found.setdefault(name, []).append((times, samples, [score(event) for event in evals]))
-    return found
-
-
 def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw a comparison from its folder into `figures/`; figure name -> PNG."""
-    return style.save_all(draw(folder), folder)
+    """Draw a comparison from its report into `figures/`; figure name -> PNG."""
+    return style.save_all(draw(json.loads((Path(folder) / REPORT).read_text())), folder)
 
 
-def draw(folder: Path | str) -> dict[str, Figure]:
+def draw(report: Mapping) -> dict[str, Figure]:
     """All figures of a comparison: speed (where arms took turns), quality, outcome."""
-    folder = Path(folder)
-    report, record = (json.loads((folder / name).read_text()) for name in (REPORT, ARMS))
-    runs = {name: [Run.attach(folder / path) for path in paths] for name, paths in record["runs"].items()}
-    return {
-        "speed": speed(record["blocks"], report),
-        "quality": quality(curves(runs), report),
-        "outcome": outcome(report),
-    }
+    drawn = {"speed": speed(report)} if report["turns"] else {}
+    return {**drawn, "quality": quality(report), "outcome": outcome(report)}
 
 
 def required(report: Mapping) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +74,7 @@ def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
             "compare runs that trained to their ends"
         )
     metrics = {name: next(iter(splits.values())) for name, splits in numbers["datasets"].items()}
+    per_step = next((event["samples_per_step"] for event in run.events(("start",))), np.nan)
     return {
         "seed": run.config.training.seed,
         "folder": run.folder.name,
@@ -90,6 +91,11 @@ def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
         "peak_memory_gib": numbers["peak_memory_gib"],
         "memory_kind": numbers["memory_kind"],
         "val_loss": score(evals[-1]),
+        "validations": {
+            "time_s": [event["time_s"] for event in evals],  # of training, compilation included
+            "samples": [event["step"] * per_step for event in evals],
+            "nrmse": [score(event) for event in evals],
+        },
         "split": numbers["split"],
         "nrmse": {name: values.get("rollout_nrmse_mean", values["nrmse_mean"]) for name, values in metrics.items()},
         "nonfinite_steps": sum(step["loss"] is None for step in run.events(("step",))),
@@ -105,6 +111,7 @@ def comparison_report(
     arms: Mapping[str, list[dict]],
     ratios: Mapping[str, dict] | None,
     criteria: Mapping | None,
+    turns: Sequence[Mapping] = (),
 ) -> dict:
     """The report of a comparison, as far as it does not say where and when.
 
@@ -113,6 +120,7 @@ def comparison_report(
         arms: what each run `run_summary`.
         ratios: of throughputs over the baseline's, by arm, of arms that took turns; None: they did not.
         criteria: over CRITERIA; a criterion of null is left out.
+        turns: in the order of time, each with its `arm`, `samples` and `seconds`.
     Raises:
         RunError: the runs were not judged by the same datasets and split.
         ConfigError: an unknown criterion.
@@ -135,6 +143,7 @@ def comparison_report(
         "files": {name: list(data.files) for name, data in runs[first][0].config.data.datasets.items()},  # or generated
         "differences": overlays.difference(runs[first][0].config, runs[second][0].config),
         "interleaved": ratios is not None,
+        "turns": list(turns),
         "aa_ratio": ratios.get(NOISE) if ratios else None,
         "speedup": ratios[second] if ratios else _ratio_of_medians(arms[second], arms[first]),
         "time_to_quality_s": times,
@@ -246,11 +255,12 @@ def compare_arms(
     folder: Path | str | None,
     criteria: dict | None = None,
     price_per_hour: float = 0.0,
+    turns: Sequence[Mapping] = (),
 ) -> dict:
     """The report of several runs of two arms, and of a noise floor; arguments as of `comparison_report`."""
     arms = {name: [run_summary(run, run_numbers(run), price_per_hour) for run in those] for name, those in runs.items()}
     (baseline, *_), *_ = runs.values()
-    return finish(comparison_report(runs, arms, ratios, criteria), folder, baseline.manifest)
+    return finish(comparison_report(runs, arms, ratios, criteria, turns), folder, baseline.manifest)
 
 
 # -- in words ------------------------------------------------------------------------------------------------------
