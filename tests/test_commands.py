@@ -255,6 +255,13 @@ def test_a_wrong_command_line_is_refused_without_a_traceback(arguments, capsys):
     assert exit_.value.code == command.REFUSED and "Traceback" not in capsys.readouterr().err
 
 
+def test_who_reads_no_further_gets_no_traceback():
+    call, pipe = [sys.executable, "-m", "upsnb", "data", "list"], subprocess.PIPE
+    started = subprocess.Popen(call, cwd=ROOT, stdout=pipe, stderr=pipe)
+    started.stdout.close()  # as head does
+    assert started.communicate()[1] == b"" and started.returncode == command.FAILED
+
+
 @pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), None], ids=str)
 def test_every_command_that_is_documented_can_be_given(path):
     """In documents, and in the examples of --help."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
 import signal
 import sys
@@ -42,7 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code: 0 finished, 1 failed, 2 refused before anything started, 130 stopped by user."""
     args = _parser().parse_args(arguments)
     try:
-        return args.act(args) or OK
+        code = args.act(args) or OK
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads the output has had enough, as head has; nor is there a place for the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except (RunFailed, RunTimeout) as error:
         print(error, file=sys.stderr)
         return FAILED
