@@ -50,6 +50,13 @@ COLLISIONS = """() => {
         const height = Math.min(a.box.bottom, b.box.bottom) - Math.max(a.box.top, b.box.top);
         if (a.parent !== b.parent && width > 1 && height > 3) found.push(`${a.text} on ${b.text}`);
     }));
+    for (const list of panel.querySelectorAll('select')) {  // a choice that is cut is no text on its own
+        const whole = list.cloneNode(true);
+        whole.style.cssText = 'position: absolute; flex: none; width: max-content';
+        list.after(whole);
+        if (whole.offsetWidth > list.offsetWidth + 1) found.push(`cut: a choice of ${list.labels[0]?.textContent}`);
+        whole.remove();
+    }
     return {found, count: texts.length};
 }"""
 

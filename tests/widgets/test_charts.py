@@ -247,6 +247,16 @@ def test_labels_overlap_nowhere_and_end_inside_the_narrowest_strip(tmp_path, ste
         assert not any(top == t and left < r and right > a for t, a, r in boxes[:i])
 
 
+@pytest.mark.parametrize("axis", ["step", "time"])
+def test_numbers_below_the_narrowest_strip_stand_apart(axis):
+    for end in np.geomspace(3, 3e6, 500).round():
+        *marks, last = re.findall(r"<s style=\"(?:.*?left:([\d.]+)%|right:0)\">(.+?)</s>", charts._axis(end, axis))
+        places = [(charts.NARROWEST * float(share) / 100, charts.LETTER * len(mark) / 2) for share, mark in marks[1:]]
+        edges = [charts.LETTER * len(marks[0][1]), *(side for x, half in places for side in (x - half, x + half))]
+        edges.append(charts.NARROWEST - charts.LETTER * len(last[1]))
+        assert edges == sorted(edges), (end, marks, last)
+
+
 def test_refused_flips_say_why_and_no_text_of_a_run_becomes_markup(tmp_path):
     bad = flip_event(1, 50, applied=False, changes={}, phases={}, reason="rank 0: 1 problem\n  <script>x</script>")
     followed = history(tmp_path, *(step_event(k) for k in range(1, 101)), bad)

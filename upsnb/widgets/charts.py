@@ -30,6 +30,7 @@ font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tab
 .ups b{font-weight:600}.ups .dim{color:var(--dim)}
 .ups-plots{position:relative;padding:0 14px 20px 0;display:grid;grid-template-columns:58px minmax(0,1fr)}
 .ups-name{grid-column:2;display:flex;justify-content:space-between;padding-top:9px;white-space:nowrap}
+.ups-name span{position:relative;z-index:1;background:var(--jp-layout-color0,Canvas)}
 .ups-name span+span{color:var(--dim)}.ups-name i{display:inline-block;width:14px;height:3px;border-radius:2px;
 margin:0 5px 3px 12px;vertical-align:middle}
 .ups-ticks{position:relative;grid-column:1}.ups-ticks span{position:absolute;right:7px;transform:translateY(50%);
@@ -335,15 +336,16 @@ def _labels(flips: list[Flip], shares: list[float]) -> tuple[str, int]:
 
 
 def _axis(end: float, axis: str) -> str:
-    """Marks below the last strip; the outer ones turn inwards, so that nothing is cut off."""
-    parts = []
+    """Marks below the last strip; the last one turns inwards, so that it is not cut off, and none is in its way."""
     scale, unit = (1.0, "step") if axis == "step" else (3600.0, "h") if end > 7200 else (1.0, "s")
-    values = [value for value in nice(0.0, end / scale, 5) if value < 0.88 * end / scale]
-    for value in values:
-        shift = "" if value == 0 else "transform:translateX(-50%);"
-        parts.append(f'<s style="{shift}left:{100 * value * scale / end:.2f}%">{value:,g}</s>')
-    text = f"step {end:,.0f}" if axis == "step" else f"{end / scale:,.3g} {unit} of training"
-    return "".join(parts) + f'<s style="right:0">{text}</s>'
+    last = f"step {end:,.0f}" if axis == "step" else f"{end / scale:,.3g} {unit} of training"
+    parts = []
+    for value in nice(0.0, end / scale, 5):
+        share, mark = value * scale / end, f"{value:,g}"
+        if share < 1 - LETTER * (len(last) + len(mark) / 2 + 1) / NARROWEST:
+            shift = "" if value == 0 else "transform:translateX(-50%);"
+            parts.append(f'<s style="{shift}left:{100 * share:.2f}%">{mark}</s>')
+    return "".join(parts) + f'<s style="right:0">{last}</s>'
 
 
 def nice(low: float, high: float, count: int) -> list[float]:

@@ -196,7 +196,7 @@ class Panel:
             text.observe(lambda change: self._annotate(), "value")
         self._axis = widgets.Dropdown(  # not ToggleButtons: their label pushes them below their neighbours
             options=[("optimizer steps", "step"), ("seconds of training", "time")], description="curves over",
-            style={"description_width": "80px"}, layout=widgets.Layout(width="240px"),
+            style={"description_width": "80px"}, layout=widgets.Layout(width="max-content"),
         )  # fmt: skip
         wide = widgets.Layout(width="130px")
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
@@ -206,7 +206,7 @@ class Panel:
         what = [("two equal arms", NOTHING), *((phases.label(name), name) for name in chosen)]
         self._measured = widgets.Dropdown(
             options=what, value=what[1][1], description="effect of", style={"description_width": "60px"},
-            layout=widgets.Layout(width="250px"),
+            layout=widgets.Layout(width="max-content"),
         )  # fmt: skip
         tooltip = "steps with and without it take turns, and the run goes on as it was"
         self._measure_button = self._button("Measure", tooltip, self._measure)
