@@ -21,8 +21,8 @@ from scipy import stats
 
 from upsnb import overlays
 from upsnb.config import RunConfig
+from upsnb.data.audit import headline
 from upsnb.runs import handle, runfolder
-from upsnb.training.evaluation import headline
 
 ARMS = {
     "uniform": {},

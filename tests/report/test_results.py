@@ -9,10 +9,11 @@ import pytest
 from figure_checks import check
 from made_runs import END, START, finished, make_event, step, write_run
 
+from upsnb.compare import board, verdict
 from upsnb.data import datasets
 from upsnb.models.geometry import resample
 from upsnb.report import figures, file, results
-from upsnb.runs import runfolder
+from upsnb.runs import runfolder, table
 from upsnb.runs.processes import process_identity
 from upsnb.training.evaluation import read_samples
 
@@ -143,7 +144,8 @@ def test_where_the_split_leaks_it_is_said_first_and_distinct_samples_are_the_hea
     told = json.loads(path.read_text())
     waves = told["datasets"]["waves"]["test"]
     distinct = {**{key: value for key, value in waves.items() if "nrmse_" in key}, "num_samples": 1}
-    waves["leak"] = {"seen": 1, "near": 2, "distinct": {**distinct, "baseline": "persistence", "nrmse_mean": 0.9}}
+    distinct |= {"baseline": "persistence", "nrmse_mean": 0.9, "rollout_nrmse_mean": 0.7}
+    waves["leak"] = {"seen": 1, "near": 2, "distinct": distinct}
     told["datasets"]["darcy"]["test"]["leak"] = {"seen": 0, "near": 3, "distinct": None}
     path.write_text(json.dumps(told))
     made = results.train_report(run)
@@ -158,6 +160,11 @@ def test_where_the_split_leaks_it_is_said_first_and_distinct_samples_are_the_hea
     assert rows == {"waves: 1 distinct samples": "0.9", "waves": "0.02", "darcy": "0.05"}
     assert results.gains(made) == pytest.approx({"waves": 0.8 / 0.9, "darcy": 14})
     assert "waves: a forecast without a model is as good" in results.unmet(made)
+    assert verdict.run_summary(run, made, 0.0)["nrmse"] == {"waves": 0.7, "darcy": 0.05}
+    assert board.quality(made["datasets"]["waves"]["test"])["nRMSE"] == 0.7
+    for _ in ("from the report", "from the evaluation"):
+        assert table.table(tmp_path).loc[0, ["nrmse_waves", "nrmse_darcy"]].tolist() == [0.7, 0.05]
+        (run.folder / runfolder.REPORT).unlink(missing_ok=True)
 
 
 def test_unknown_error_is_no_gain():

@@ -44,8 +44,8 @@ def expect_close(first, second, rel=1e-5):
         assert value == expected, key
 
 
-def run(setup, split="validation", **settings):
-    return evaluate(setup.model, setup.datasets, split, EvaluationConfig(**settings), setup.ranks, lookup=True)
+def run(setup, split="validation", lookup=True, **settings):
+    return evaluate(setup.model, setup.datasets, split, EvaluationConfig(**settings), setup.ranks, lookup=lookup)
 
 
 def test_a_look_up_scores_what_an_audit_says(setup):
@@ -67,6 +67,8 @@ def test_where_a_split_leaks_what_it_does_not_leak_is_scored_apart(setup):
         assert leak["distinct"].keys() > {"nrmse_mean", "nrmse_p90"}
         scalars = {key: value for key, value in clean[name].items() if not isinstance(value, (dict, list))}
         expect_close(leak["distinct"], scalars)
+    for name, result in run(setup, "test", lookup=False).items():  # as a validation
+        assert audit.headline(result) == pytest.approx(audit.headline(clean[name]), rel=1e-5)
 
 
 def test_the_mean_trajectory_stands_beside_the_forecasts(setup):

@@ -20,6 +20,7 @@ from upsnb import config as configs
 from upsnb import overlays
 from upsnb.compare.search import told
 from upsnb.config import RunConfig
+from upsnb.data import audit
 from upsnb.errors import MOST_LISTED, ConfigError, RunError
 from upsnb.overlays import as_typed
 from upsnb.report.figures import read_evaluation
@@ -145,8 +146,9 @@ def energy_wh(events: Iterable[dict]) -> float | None:
 
 def quality(result: Mapping) -> dict[str, float | None]:
     """nRMSE, QUALITY and the rollout's WINDOWS of one dataset of one run."""
-    rolled = "rollout_" if "rollout_nrmse_mean" in result else ""
-    found = {what: result.get(rolled + key) for what, key in {"nRMSE": "nrmse_mean", **QUALITY}.items()}
+    judging = audit.judging(result)
+    rolled = "rollout_" if "rollout_nrmse_mean" in judging else ""
+    found = {what: judging.get(rolled + key) for what, key in {"nRMSE": "nrmse_mean", **QUALITY}.items()}
     frames = np.array((result.get("per_time") or {}).get("rollout_nrmse", ()), dtype=float)  # None becomes NaN
     thirds = np.array_split(frames, len(WINDOWS)) if len(frames) >= len(WINDOWS) else ()
     return {**found, **{window: float(third.mean()) for window, third in zip(WINDOWS, thirds)}}

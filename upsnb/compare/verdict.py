@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from upsnb import overlays
+from upsnb.data.audit import headline
 from upsnb.errors import ConfigError, RunError
 from upsnb.report.file import factor, finish, number
 from upsnb.report.results import run_numbers
@@ -97,7 +98,7 @@ def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
             "nrmse": [score(event) for event in evals],
         },
         "split": numbers["split"],
-        "nrmse": {name: values.get("rollout_nrmse_mean", values["nrmse_mean"]) for name, values in metrics.items()},
+        "nrmse": {name: headline(values) for name, values in metrics.items()},
         "nonfinite_steps": sum(step["loss"] is None for step in run.events(("step",))),
         "out_of_memory": sum(event["guard"] == "out_of_memory" for event in run.events(("guard",))),
     }

@@ -96,6 +96,17 @@ def leaks(distance: np.ndarray) -> bool:
     return bool(np.any(distance <= SAME) or np.mean(distance <= NEAR) > MOST_NEAR)
 
 
+def judging(result: Mapping) -> Mapping:
+    """The numbers of an evaluation that judge: of distinct samples alone where the split leaks and has some."""
+    return (result.get("leak") or {}).get("distinct") or result
+
+
+def headline(result: Mapping) -> float | None:
+    """The error that judges: nRMSE rolled out to the end of the trajectory, or of one call where there is no time."""
+    numbers = judging(result)
+    return numbers.get("rollout_nrmse_mean", numbers.get("nrmse_mean"))
+
+
 def linear_dimensions(states: np.ndarray, most: int = 512) -> int:
     """How many principal components explain EXPLAINED of the variance, of at most so many states."""
     chosen = thinned(np.arange(len(states)), most)

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Dataset:
     frames: np.ndarray  # saved times the model uses, every time_stride-th
     spec: DatasetSpec
     augment: bool
+    _twins: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def family(self) -> Family:
@@ -66,12 +67,17 @@ class Dataset:
         total = sum(self.source.read(block, self.frames)[1].sum(axis=0, dtype=np.float64) for block in blocks)
         return (total / len(train)).astype(np.float32)
 
-    def twins(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each sample the training sample that begins most alike, and its distance; reads the first frame of all."""
-        train = self.splits["train"]
-        states = initial_states(self.source, np.concatenate([train, samples]))
-        nearest, distance = nearest_states(states[len(train) :], states[: len(train)])
-        return train[nearest], distance
+    def twins(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Of each sample of a split the training sample that begins most alike, and its distance.
+
+        Reads the first frame of all, once.
+        """
+        if split not in self._twins:
+            train = self.splits["train"]
+            states = initial_states(self.source, np.concatenate([train, self.splits[split]]))
+            nearest, distance = nearest_states(states[len(train) :], states[: len(train)])
+            self._twins[split] = train[nearest], distance
+        return self._twins[split]
 
     def pairs(self, split: str, calls: int = 1) -> np.ndarray:
         """All (sample, first frame) of a split that leave room for `calls` consecutive forecasts, (P, 2) int64."""

@@ -215,9 +215,7 @@ def _results(report: dict) -> list[tuple[str, str, dict]]:
 
 def _headlines(report: dict) -> list[tuple[str, str, dict]]:
     """The same, but of distinct samples alone where the split leaks and has some."""
-    return [
-        (name, split, (values.get("leak") or {}).get("distinct") or values) for name, split, values in _results(report)
-    ]
+    return [(name, split, audit.judging(values)) for name, split, values in _results(report)]
 
 
 def _baseline(values: dict) -> tuple[str, str]:
@@ -229,6 +227,7 @@ def _baseline(values: dict) -> tuple[str, str]:
 
 def references(values: dict) -> dict[str, float]:
     """nRMSE of forecasts without a model as far as it is known, of the rollout where there is one."""
+    values = audit.judging(values)
     rolled, (called, key) = "rollout_" * ("rollout_nrmse_mean" in values), _baseline(values)
     keys = {called: key, "training mean": key if called == "training mean" else "training_mean_nrmse_mean"}
     found = {name: values.get(rolled + key) for name, key in {**keys, "look-up": "lookup_nrmse_mean"}.items()}

@@ -14,6 +14,7 @@ import pandas as pd
 from pydantic import Field
 
 from upsnb.config import LoggingConfig
+from upsnb.data.audit import headline
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.events import last_events, newest_events
@@ -50,7 +51,8 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
         created: local time. train_time_s: time spent training, over all launches [s].
         phases_on: names of the phases that were on at last.
         nrmse_<dataset>: one column a dataset, rolled out to the end of the trajectory where there is a time; on
-        `split`: the reported one of a run that got there, else of its last validation.
+        `split`: the reported one of a run that got there, else of its last validation. Of distinct samples alone where
+        the split leaks.
         samples_per_s, ci95_low, ci95_high: median while steady and its 95 % interval, of the whole run where it has a
         report, else of its last steps.
         cause: why the run failed or died, or the folder cannot be read. tags, note: what people wrote (`Run.annotate`).
@@ -198,10 +200,6 @@ def _speed(throughput: dict) -> dict:
 
 def _headlines(datasets: dict[str, dict[str, dict]]) -> dict:
     """One number a dataset, as validations have it, and the split they are of."""
-    nrmse = {
-        name: result.get("rollout_nrmse_mean", result.get("nrmse_mean"))
-        for name, splits in datasets.items()
-        for result in splits.values()
-    }
+    nrmse = {name: headline(result) for name, splits in datasets.items() for result in splits.values()}
     split = next((split for splits in datasets.values() for split in splits), None)
     return {"nrmse": nrmse, "split": "validation" if split == "val" else split}

@@ -72,25 +72,24 @@ def evaluate(
         alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
         fraction: share of the split's samples that is measured, the same ones each time.
         lookup: score as well the trajectory of the training sample that begins most alike, and the mean training
-            trajectory; reads all initial states.
+            trajectory.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
-        "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank. With a look-up, where
-        the split leaks, "leak": how many samples begin as a training sample does, how many nearly so, and "distinct",
-        all those numbers of the others; null if there are none.
+        "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank. Where the split
+        leaks, "leak": how many samples begin as a training sample does, how many nearly so, and "distinct", all those
+        numbers of the others; null if there are none.
     """
     was_training = model.training
     model.eval()
     results = {}
     for name, dataset in datasets.items():
-        samples = spread(dataset.splits[split], fraction)
-        if len(samples) == 0:
+        chosen = spread(np.arange(len(dataset.splits[split])), fraction)
+        if len(chosen) == 0:
             continue
-        share = samples[ranks.rank :: ranks.world_size]
+        samples, twins, distance = (some[chosen] for some in (dataset.splits[split], *dataset.twins(split)))
+        share, twins = (some[ranks.rank :: ranks.world_size] for some in (samples, twins if lookup else twins[:0]))
         kinds = ("model", "baseline", "rollout", "rollout_baseline", *REFERENCES)
         parts: dict[str, list] = {kind: [] for kind in kinds}
-        twins, distance = dataset.twins(samples) if lookup else (samples[:0], None)
-        twins = twins[ranks.rank :: ranks.world_size]
         for start in range(0, len(share), config.samples_per_call):
             alive()
             chosen, known = (some[start : start + config.samples_per_call] for some in (share, twins))
@@ -163,7 +162,7 @@ def roll_out(model: Surrogate, dataset: Dataset, given, parameters, num_frames: 
     return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames)
 
 
-def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list], distance: np.ndarray | None) -> dict:
+def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list], distance: np.ndarray) -> dict:
     statistics = {kind: metrics.concatenate(parts) for kind, parts in merged.items() if parts}
     energy = statistics.get("rollout", statistics["model"])["energy"].double().mean(0)[:, 0].tolist()
     summary = {
@@ -189,7 +188,7 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list], dis
             "rollout_nrmse_quartiles": _quartiles(rollout),
             "persistence_nrmse": metrics.nrmse_per_time(persisted).tolist(),
         }
-    if distance is not None and audit.leaks(distance):
+    if audit.leaks(distance):
         near = distance <= audit.NEAR
         apart = {kind: {key: value[~near] for key, value in found.items()} for kind, found in statistics.items()}
         seen = int((distance <= audit.SAME).sum())
@@ -318,8 +317,3 @@ def save_examples(
     with open(unfinished, "wb") as file:  # by name, savez would add an ending of its own
         np.savez_compressed(file, **arrays)
     os.replace(unfinished, path)
-
-
-def headline(result: dict) -> float:
-    """The one number a dataset is judged by: rollout nRMSE where there is a rollout."""
-    return result.get("rollout_nrmse_mean", result["nrmse_mean"])

@@ -16,6 +16,7 @@ import torch
 from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig, StageConfig
+from upsnb.data import audit
 from upsnb.models.surrogate import count_parameters
 from upsnb.phases import names_on
 from upsnb.profile.recorder import Profiler, parameters_by_part
@@ -383,7 +384,7 @@ class Loop:
             position.validated_fraction, position.best, position.waited = fraction, math.inf, 0
             self.setup.plateau.forget()
         results = self._evaluate("validation", runfolder.GLANCE, fraction)
-        scores = {name: evaluation.headline(result) for name, result in results.items()}
+        scores = {name: audit.headline(result) for name, result in results.items()}
         position.losses, score = scores, float(np.mean(list(scores.values())))
         improved = score < position.best
         position.waited = 0 if improved else position.waited + 1
