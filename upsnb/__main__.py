@@ -131,12 +131,17 @@ def _parser() -> argparse.ArgumentParser:
     swept.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="named after the file, under outputs/")
     data = command("data", "fetch data files, look into them, audit them", lambda args: args.of_data(args))
     of_data = data.add_subparsers(required=True, metavar="command")
-    for name, what, act in (
-        ("look", "print what HDF5 and NumPy files hold, and what to write to train on them", commands.data_look),
-        ("check", "measure what a dataset can test: repeated samples, a look-up's score", commands.data_check),
+    for name, what, act, more in (
+        ("look", "print what HDF5 and NumPy files hold, and what to write to train on them", commands.data_look, ""),
+        (
+            "check",
+            "measure what a dataset can test: repeated samples, a look-up's score",
+            commands.data_check,
+            " of one dataset; or params files, whose datasets are measured by their rows and splits",
+        ),
     ):
         added = of_data.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        added.add_argument("files", nargs="+", type=Path, metavar="FILE", help="HDF5 files (look: or .npy, .npz)")
+        added.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"HDF5 or NumPy files{more}")
         added.set_defaults(of_data=lambda args, act=act: act(args.files))
     of_data.add_parser("list", help="print the published files").set_defaults(of_data=lambda args: commands.data_list())
     got = of_data.add_parser("get", help="fetch a published file, or go on with it, and check it")

@@ -203,7 +203,7 @@ def data_look(files: list[Path]) -> None:
 
     for path in files:
         print(as_typed(path), *(f"  {line}" for line in look.contents(path)), sep="\n")
-        readable = [name for name, why in look.recognise([path]).items() if not why]
+        readable = look.recognise([path])
         print(f"  is read as: {', '.join(readable) or 'none of the known families'}")
         if not readable:
             try:
@@ -214,19 +214,26 @@ def data_look(files: list[Path]) -> None:
 
 
 def data_check(files: list[Path]) -> None:
-    """Print what was measured of a dataset and what stands against believing a score on it."""
-    from upsnb.data import audit, look, source
+    """Print what was measured of datasets and what stands against believing a score on them.
 
-    names = [name for name, why in look.recognise(files).items() if not why]
-    if len(names) != 1:
-        found = f"can be read as {' and '.join(names)}" if names else "are none of the known families"
-        raise DataError(f"{', '.join(map(as_typed, files))}: {found} -> look with: python -m upsnb data look FILE")
-    opened = source.open_source(names[0], files)
-    fraction = max(0.1, 1 / opened.num_samples)  # one test sample at least
-    measured = audit.audit(opened, source.split_samples(opened, "pdebench", 0.0, fraction))
-    print(f"{names[0]}: {opened.num_samples} samples, {opened.num_times} frames, grid {opened.grid_shape}")
-    print(*(f"  {line}" for line in audit.table(measured)), sep="\n")
-    print(*(measured.findings or ["nothing stands against it"]), sep="\n")
+    Args:
+        files: of one dataset, or params files, on top of each other, which name several.
+    """
+    from upsnb.data import audit, datasets, look, source
+
+    if all(path.suffix in (".yaml", ".yml") for path in files):
+        config, root, said = overlays.load(*files), runfolder.project_root(), []
+        datasets.generate_missing(config, root)
+        found = {name: datasets.open_split(name, config, root / config.data.root) for name in config.data.datasets}
+    else:
+        opened, said = look.open_unknown(files)
+        fraction = max(0.1, 1 / opened.num_samples)  # one test sample at least
+        found = {opened.family.name: (opened, source.split_samples(opened, "pdebench", 0.0, fraction))}
+    for name, (opened, splits) in found.items():
+        measured = audit.audit(opened, splits)
+        print(f"{name}: {opened.num_samples} samples, {opened.num_times} frames, grid {opened.grid_shape}")
+        print(*(f"  {line}" for line in (*said, *audit.table(measured))), sep="\n")
+        print(*(measured.findings or ["nothing stands against it"]), sep="\n")
 
 
 def _living(name: str) -> Run:

@@ -3,6 +3,8 @@
 import h5py
 import numpy as np
 import pytest
+import yaml
+from tiny_files import own_fields, well_file
 
 from upsnb import __main__ as command
 from upsnb.data import audit, generate, source
@@ -117,6 +119,29 @@ def test_check_prints_what_was_found_and_look_what_is_there(repeated, capsys):
     assert command.main(["data", "look", str(repeated)]) == command.OK
     printed = capsys.readouterr().out
     assert "tensor: float32 (60, 13, 32)" in printed and "is read as: advection1d" in printed
+
+
+def test_check_measures_own_arrays_by_their_row_and_the_wells_by_what_it_says(tmp_path, capsys):
+    fields = own_fields(20, 9, (16,), 1)[:, :, 0]
+    fields[18:] = fields[:2]  # seen in training
+    np.savez(tmp_path / "waves.npz", u=fields)
+    found = "the test split leaks: 2 of 2 test samples begin as a training sample does -> data.split.convention"
+    assert command.main(["data", "check", str(tmp_path / "waves.npz")]) == command.OK
+    printed = capsys.readouterr().out
+    assert "custom: 20 samples, 9 frames, grid (16,)" in printed and "guessed row" in printed and found in printed
+    row = {"arrays": {"u": {"axes": ["sample", "time", "x"], "channels": ["u"]}}, "periodic": [True], "time_step": 1.0}
+    waves = {"family": "custom", "files": ["waves.npz"], "custom": row}
+    for convention, said in (("last", found), ("distinct", "samples repeat: 18 different initial states in 20")):
+        split = {"convention": convention, "validation_fraction": 0.0, "test_fraction": 0.1}
+        data = {"root": str(tmp_path), "datasets": {"waves": waves}, "split": split}
+        (tmp_path / "waves.yaml").write_text(yaml.safe_dump({"data": data}))
+        assert command.main(["data", "check", str(tmp_path / "waves.yaml")]) == command.OK
+        printed = capsys.readouterr().out
+        assert "waves: 20 samples" in printed and said in printed and "guessed" not in printed
+    assert found not in printed
+    assert command.main(["data", "check", str(well_file(tmp_path / "well.hdf5", 20))]) == command.OK
+    printed = capsys.readouterr().out
+    assert "custom: 20 samples, 6 frames, grid (8, 8)" in printed and "guessed" not in printed
 
 
 def test_a_file_that_is_none_is_refused_in_one_sentence(tmp_path, capsys):

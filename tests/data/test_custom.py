@@ -176,11 +176,33 @@ def proposed_well(folder):
     return path, told["custom"], {}
 
 
-@pytest.mark.parametrize("make", [waves, proposed_well], ids=lambda make: make.__name__)
+BOX = own_fields(10, 4, (8, 6, 4), 3)
+BOX_AXES = {"axes": ["sample", "time", "x", "y", "z", "channel"], "channels": ["u", "v", "w"]}
+BOX_ROW = {"periodic": [True] * 3, "domain": [[0, 4], [0, 3], [0, 2]], "time_step": 0.1, "parameters": {"nu": "nu"}}
+
+
+def box(folder):
+    """A vector in three dimensions over a given field, in HDF5."""
+    arrays = {"u": np.moveaxis(BOX, 2, -1), "ground": BOX[0, 0, 0, ..., 0], "nu": np.arange(10.0)}
+    ground = {"axes": ["x", "y"], "channels": ["depth"], "given": True}
+    known = {"symmetries": ["shift"], "vectors": [["u", "v", "w"]]}
+    row = {**BOX_ROW, "arrays": {"u": BOX_AXES, "ground": ground}, **known}
+    return write(folder / "box.h5", arrays), row, {"augment": True, "tokens": 24}
+
+
+def box_of_numpy(folder):
+    """The same in NumPy's format, to be given whole as input of another field."""
+    np.savez(folder / "box.npz", u=np.moveaxis(BOX[:, 0], 1, -1), p=BOX[:, 1, 0], nu=np.arange(10.0))
+    vector = {"axes": BOX_AXES["axes"][:1] + BOX_AXES["axes"][2:], "channels": BOX_AXES["channels"], "given": True}
+    arrays = {"u": vector, "p": {"axes": ["sample", "x", "y", "z"], "channels": ["p"]}}
+    return folder / "box.npz", {**BOX_ROW, "arrays": arrays, "time_step": None}, {"tokens": 24}
+
+
+@pytest.mark.parametrize("make", [waves, proposed_well, box, box_of_numpy], ids=lambda make: make.__name__)
 def test_own_arrays_train_are_reported_on_and_load_again(own_config, train_here, tmp_path, make):
     path, row, chosen = make(tmp_path)
     overlay = {"training.lambda_conservation": 0.1} if "priors" in row else {}
-    config = own_config(path, row, overlay, **chosen)
+    config = own_config(path, row, {"training.batch_size": 4, **overlay}, **chosen)
     run = tmp_path / "run"
     events = train_here(config, run)
     assert events[-1]["kind"] == "end" and events[-1]["reason"] == "epochs"
@@ -190,15 +212,20 @@ def test_own_arrays_train_are_reported_on_and_load_again(own_config, train_here,
     assert attached.config == config == configs.load(run / runfolder.CONFIG)
     family = family_of(config.data.datasets["own"])
     told = list(results.table(results.run_numbers(attached))["dataset"])
-    assert told == ["own", *(f"own: {channel}" for channel in family.channels)]
+    several = [f"own: {channel}" for channel in family.channels] if len(family.channels) > 1 else []
+    assert [name for name in told if "distinct" not in name] == ["own", *several]
     drawn = figures.RunFigures.of(attached)
-    for figure in (drawn.prediction("own"), drawn.spectrum("own"), drawn.rollout("own")):
-        assert figure.axes
+    drawings = drawn.all()
+    rollout = {"rollout_own"} if family.time_dependent else set()
+    assert drawings.keys() > {"prediction_own", "spectrum_own", "error_distribution"} | rollout
+    assert all(draw().axes for name, draw in drawings.items() if "own" in name)
     labels = {ax.get_ylabel() for figure in (drawn.prediction("own"),) for ax in figure.axes}
     assert make is not waves or "u [m/s]" in labels
     spec = load_model(run).specs["own"]
     assert spec.parameter_names == tuple(row["parameters"]) and spec.periodic == tuple(row["periodic"])
-    assert predict.outlines(config, tmp_path)["own"].spec.grid_shape == spec.grid_shape
+    dataset = datasets.open_dataset("own", config, tmp_path)
+    assert data_report.samples(dataset).axes and data_report.spectra({"own": dataset}).axes
+    assert predict.predict(config, tmp_path).nbytes > dataset.num_bytes
 
 
 def test_a_static_pair_is_audited_and_drawn(own_config, tmp_path):
@@ -291,11 +318,22 @@ def test_a_row_belongs_to_the_custom_family_and_to_files(own, said):
         overlays.resolve({"data.datasets": {"own": own}})
 
 
-def test_the_row_in_the_documents_is_a_valid_one():
+def test_what_the_documents_say_of_own_arrays_works_as_written(tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs/data.md").read_text()
-    (block,) = [b for b in re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if "family: custom" in b]
-    family = family_of(overlays.resolve(overlays.plain_yaml.mapping(block, "docs")).data.datasets["bay"])
-    assert family.input_channels == ("h", "u", "v", "depth") and family.quantity("u") == "u [m/s]"
+    blocks = re.findall(r"^```(yaml|python)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    rows = [overlays.plain_yaml.mapping(block, "docs") for _, block in blocks if "family: custom" in block]
+    chosen = {name: data for row in rows for name, data in overlays.resolve(row).data.datasets.items()}
+    bay = family_of(chosen["bay"])
+    assert bay.input_channels == ("h", "u", "v", "depth") and bay.quantity("u") == "u [m/s]"
+    monkeypatch.chdir(tmp_path)
+    (script,) = [block for kind, block in blocks if kind == "python" and "np.savez" in block]
+    exec(script, {})  # makes the files of the examples
+    well_file(tmp_path / "flow.hdf5")
+    waves, runs, flow = (open_source(family_of(chosen[name]), chosen[name].files) for name in chosen if name != "bay")
+    assert (waves.num_samples, waves.num_times, waves.grid_shape, flow.num_samples) == (100, 21, (64,), 10)
+    np.testing.assert_array_equal(waves.read_all()[0], runs.read_all()[0])
+    proposed = overlays.plain_yaml.mapping("\n".join(look.propose(tmp_path / "flow.hdf5")), "look")
+    assert proposed["data"]["datasets"] == {"flow_data": rows[-2]["data"]["datasets"]["flow_data"]}
 
 
 # -- files that are not as the row says ----------------------------------------------------------------------------
@@ -387,12 +425,29 @@ def test_a_damaged_numpy_file_is_one_sentence(tmp_path, spoil, said):
 
 
 @pytest.mark.parametrize("kept", [0.99, 0.5, 0.05])
-def test_a_truncated_npz_is_one_sentence(tmp_path, kept):
-    path, row = in_packed_npz(tmp_path, AXES[0])
+@pytest.mark.parametrize("store", [in_npz, in_packed_npz, in_a_group, in_groups], ids=lambda store: store.__name__)
+def test_a_truncated_file_is_one_sentence(tmp_path, store, kept):
+    path, row = store(tmp_path, AXES[0])
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content))])
-    with pytest.raises(DataError, match="u.npz: truncated or damaged .* -> save it again with np.savez"):
+    with pytest.raises(DataError, match=rf"{path.name}: truncated or damaged .* -> (save|download)"):
         read(path, row)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "chunked", "packed", "virtual"])
+def test_an_array_that_was_declared_and_never_written_is_one_sentence(tmp_path, kind):
+    """Of 10^12 elements: nothing of that size is allocated, and no zeros are trained on."""
+    path, shape, chunks = tmp_path / "bad.h5", (10**6, 100, 10**4), None if kind == "contiguous" else (1, 100, 100)
+    with h5py.File(path, "w") as handle:
+        if kind == "virtual":
+            handle.create_virtual_dataset("u", h5py.VirtualLayout(shape, "f4"))
+        else:
+            packed = "gzip" if kind == "packed" else None
+            made = handle.create_dataset("u", shape, "f4", chunks=chunks, compression=packed)
+            if kind == "packed":
+                made[5] = 0
+    with pytest.raises(DataError, match=r"bad\.h5: u: (shape .* takes 3.73e.03 GiB|holds no values of its own).* -> "):
+        read(path, GOOD)
 
 
 def test_samples_that_differ_or_lack_an_array_are_named(tmp_path):

@@ -198,6 +198,15 @@ def open_all(config: RunConfig, root: Path, log: Progress = print) -> dict[str, 
     return {name: open_dataset(name, config, root / config.data.root, log) for name in config.data.datasets}
 
 
+def open_split(name: str, config: RunConfig, root: Path) -> tuple[Source, dict[str, np.ndarray]]:
+    """Open and check the files of one dataset, and split their samples; arguments as of `open_dataset`."""
+    chosen, split = config.data.datasets[name], config.data.split
+    files = find_files(name, chosen, root) if chosen.files else [generated_path(chosen, root)]
+    reduced = (chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples)
+    source = open_source(family_of(chosen), files, *reduced)
+    return source, split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
+
+
 def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambda message: None) -> Dataset:
     """Open, check and split one dataset and measure its training statistics.
 
@@ -207,16 +216,12 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
     Raises:
         DataError: files missing or wrong, an empty split, too few frames, a constant channel.
     """
-    chosen: DatasetConfig = config.data.datasets[name]
-    files = find_files(name, chosen, root) if chosen.files else [generated_path(chosen, root)]
-    family = family_of(chosen)
-    source = open_source(family, files, chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples)
+    chosen, (source, splits) = config.data.datasets[name], open_split(name, config, root)
+    family = source.family
     for path, count in zip(source.files, np.bincount(source.file_of_sample), strict=True):
         if chosen.num_samples is not None and count < chosen.num_samples:
             found = f"{chosen.num_samples} were asked for and {path.name} holds {count}"
             log(f"warning: data.datasets.{name}.num_samples: {found} -> all of them are taken")
-    split = config.data.split
-    splits = split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
     frames = np.arange(0, source.num_times, config.training.time_stride)
     calls = 2 if config.training.lambda_rollout > 0 else 1
     if family.time_dependent:
