@@ -17,6 +17,7 @@ from upsnb.report.style import BLUE, VERMILLION, empty_figure, label, save_all, 
 from upsnb.runs.runfolder import REPORT
 
 MOST_COLUMNS = 3  # of panels in one row
+MOST_TICKS = 5  # as few values of a setting are the ticks
 
 
 def table(report: Mapping) -> pd.DataFrame:
@@ -71,6 +72,8 @@ def _slice(ax: Axes, points: list[Mapping], path: str) -> None:
         places = np.array(values, dtype=float)
         if len(values) and places.min() > 0 and places.max() > 5 * places.min():
             ax.set_xscale("log")
+        elif len(ticks := sorted({*values})) <= MOST_TICKS:
+            ax.set_xticks(ticks, [number(value, 3) for value in ticks])
     else:
         names = sorted({str(value) for value in values})
         places = np.array([names.index(str(value)) for value in values], dtype=float)
