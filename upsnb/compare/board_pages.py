@@ -16,6 +16,7 @@ HTML, CSV = "board.html", "board.csv"
 RANKING = {  # columns of a dataset's first table, and what they mean, as the page says it
     "model": "name of its runs, and what tells models of one name apart",
     "rank": f"1 + the models that are surely better, whose interval ends below this one's; of {FEWEST_SEEDS} seeds on",
+    "why no rank": "what stands against one",
     "seeds": "different seeds that trained to their ends",
     "failed": "runs with these settings that ended with an error",
     "diverged": "runs that reached the end, with an error that is no number",
@@ -30,7 +31,6 @@ RANKING = {  # columns of a dataset's first table, and what they mean, as the pa
     **{window: f"nRMSE over the {window} of the forecast frames" for window in WINDOWS},
     "conservation": "error of the mean over space, PDEBench's cRMSE, in the field's unit",
     **{name: f"{name} of wavenumbers: PDEBench's fRMSE, in the field's unit" for name in QUALITY if "band" in name},
-    "why no rank": "what stands against one",
 }
 COSTS = {  # of its second table
     "model": RANKING["model"],
@@ -47,13 +47,13 @@ COSTS = {  # of its second table
 PARTS, MEANINGS = {"ranking": RANKING, "costs": COSTS}, RANKING | COSTS
 ALWAYS = ("model", "rank", "failed", "diverged")  # columns, even where they say nothing
 NO_MODEL = "no model"
-STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1480px;padding:0 1.5em;color:#111}
+STYLE = """body{font:13px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1480px;padding:0 1.5em;color:#111}
 h1{font-size:22px;margin-bottom:.2em}h2{font-size:17px;margin:2em 0 .2em}h3{font-size:15px;margin:1.6em 0 .4em}
 p,ul{max-width:105ch;margin:.3em 0}.scroll{overflow-x:auto;margin-bottom:1em}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{padding:4px 9px;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
+th,td{padding:4px 6px;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
 th{font-weight:600;white-space:normal;vertical-align:bottom;border-bottom:2px solid #999;cursor:help}
-th.text,td.text{text-align:left}td.text{white-space:normal;min-width:9em}
+th.text,td.text{text-align:left}td.text{white-space:normal;min-width:7em}
 tr.first td{font-weight:600;background:#f2f7fb}tr.reference td{color:#666;font-style:italic}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 1.2em;max-width:120ch}dt{font-weight:600}dd{margin:0}
 summary{cursor:pointer}"""
