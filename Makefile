@@ -67,9 +67,10 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install python3-venv."; exit 1; }
 
+# --no-compile: Python compiles what it imports, and of these packages that is the smaller part.
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing the pinned packages into $(VENV) (once; torch alone is large)"
-	$(BIN)/python -m pip install -c constraints.txt -e '.[lab,test]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[lab,test]'
 	@touch $@
 
 # What Colab preinstalls, and what the extra neuralop needs, each in front of .venv's other packages; built on that
@@ -78,7 +79,7 @@ $(HOSTED) $(NEURALOP): .%/.installed: tests/%/pins.txt $(STAMP)
 	@echo "Making .$* with the versions of tests/$*/pins.txt (once)"
 	@rm -rf .$*
 	@$(BIN)/python -m venv --without-pip .$*
-	$(BIN)/python -m pip --python .$*/bin/python install --quiet --no-deps -r $<
+	$(BIN)/python -m pip --python .$*/bin/python install --quiet --no-compile --no-deps -r $<
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$(.$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_rest.pth"
 	@touch $@

@@ -65,6 +65,7 @@ def test_unknown_names_are_refused_together():
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the notebook of scaling does the same
 def test_two_ranks_are_measured_beside_one(tiny_config, tmp_path, turns_of_steps):
     config = tiny_config(names=("advection",))
     made = scaling.measure(

@@ -41,7 +41,7 @@ PHASES = {
 @pytest.mark.parametrize(
     "overlay",
     [
-        pytest.param(overlay, marks=[pytest.mark.slow] if number > 2 else [])
+        pytest.param(overlay, marks=[pytest.mark.slow, pytest.mark.long][: max(number - 2, 0)])
         for number, overlay in enumerate(PHASES.values())
     ],
     ids=PHASES,

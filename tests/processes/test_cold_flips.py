@@ -97,6 +97,7 @@ def test_a_relaunch_that_fails_is_rolled_back_and_the_run_goes_on(start):
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.long
 def test_a_rank_killed_after_a_cold_flip_is_a_crash_and_its_relaunch_keeps_all_flips(start):
     run = start(kill="1:1:6", **{"training.max_restarts": 1, "checkpoint.interval": 3})
     run.wait_for("step", step=10)

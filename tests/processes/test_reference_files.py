@@ -27,7 +27,7 @@ def test_a_rehearsal_changes_size_and_device_but_no_phase_loss_or_batch(name):
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
-        ("2gpu_baseline", False),
+        pytest.param("2gpu_baseline", False, marks=pytest.mark.long),
         ("4gpu_optimized", False),
         pytest.param("4gpu_baseline", False, marks=pytest.mark.long),
         pytest.param("2gpu_optimized", True, marks=pytest.mark.long),
