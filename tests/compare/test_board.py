@@ -142,6 +142,21 @@ def test_a_damaged_folder_spoils_no_board(tmp_path):
     assert "cannot be read: " in board.summary(board.board([tmp_path]))
 
 
+def test_where_a_split_leaks_distinct_samples_judge(tmp_path):
+    run = make(tmp_path / "one")
+    path = run.folder / "evaluation.json"
+    found = json.loads(path.read_text())
+    result = found["datasets"]["waves"]["test"]
+    distinct = {key: value for key, value in result.items() if key != "per_time"}
+    distinct |= {"num_samples": 2, "rollout_nrmse_mean": 0.4}
+    result["leak"] = {"near": 1, "seen": 1, "distinct": distinct}
+    path.write_text(json.dumps(found))
+    report = board.board([tmp_path])
+    (row,) = rows(report).values()
+    assert row["nrmse"]["median"] == 0.4 and row["quality"]["first third"] is None, "windows are of all samples"
+    assert report["tables"][0]["protocol"]["waves: samples that training has not seen"] == 2
+
+
 def test_runs_of_another_machine_are_marked(tmp_path):
     make(tmp_path / "here")
     make(tmp_path / "tagged", seed=1).annotate(tags=["imported"])

@@ -128,6 +128,10 @@ def budget(config: RunConfig, manifest: Mapping) -> str:
 def protocol(terms: str, datasets: Mapping[str, dict]) -> dict[str, str | int]:
     """Everything in which runs of one table agree, by what it is called."""
     said = {f"{name}: {what}": value for name, one in datasets.items() for what, value in one["protocol"].items()}
+    for name, one in datasets.items():
+        if leak := one.get("leak"):
+            count = leak["distinct"]["num_samples"] if leak["distinct"] else 0
+            said[f"{name}: samples that training has not seen"] = count  # which judge, if there are any
     return {"budget": terms, **dict(sorted(said.items()))}
 
 
@@ -149,7 +153,8 @@ def quality(result: Mapping) -> dict[str, float | None]:
     judging = audit.judging(result)
     rolled = "rollout_" if "rollout_nrmse_mean" in judging else ""
     found = {what: judging.get(rolled + key) for what, key in {"nRMSE": "nrmse_mean", **QUALITY}.items()}
-    frames = np.array((result.get("per_time") or {}).get("rollout_nrmse", ()), dtype=float)  # None becomes NaN
+    known = (result.get("per_time") or {}) if judging is result else {}  # leaked samples are in it
+    frames = np.array(known.get("rollout_nrmse", ()), dtype=float)  # None becomes NaN
     thirds = np.array_split(frames, len(WINDOWS)) if len(frames) >= len(WINDOWS) else ()
     return {**found, **{window: float(third.mean()) for window, third in zip(WINDOWS, thirds)}}
 
