@@ -98,7 +98,13 @@ def test_runs_of_two_protocols_share_no_table(tmp_path, other):
     one, two = make(tmp_path / "one"), make(tmp_path / "two", **other)
     report = board.board([tmp_path])
     assert len(report["tables"]) == 2 and len(report["tables"][1]["differs"]) == 1
-    with pytest.raises(RunError, match="cannot be ranked together: .* in .*one, .* in .*two -> "):
+    with pytest.raises(RunError, match="one and .*two cannot be ranked together: [^;]* and [^;]* -> "):
+        board.board([one.folder, two.folder])
+
+
+def test_of_two_protocols_that_share_nothing_a_few_differences_are_told(tmp_path):
+    one, two = make(tmp_path / "one"), make(tmp_path / "two", terms=dict.fromkeys(TERMS, "other"))
+    with pytest.raises(RunError, match="; 4 more differences -> "):
         board.board([one.folder, two.folder])
 
 

@@ -34,6 +34,7 @@ from upsnb.runs.throughput import median_with_interval
 
 FORMAT, KIND = 1, "board"
 FEWEST_SEEDS = 3  # for a rank
+MOST_TOLD = 3  # differences of two protocols in an error
 TEST, IMPORTED = "test", "imported"  # the split of a board; the tag of runs that were not executed here
 NO_MATTER = (  # settings, or sections, in which runs of one model may differ
     *("training.seed", "training.stall_timeout_s", "training.max_restarts", "checkpoint", "logging"),
@@ -288,12 +289,12 @@ def board(names: Sequence[Path | str] = (), price_per_hour: float = 0.0) -> dict
         found = "; ".join(said[:MOST_LISTED]) or "there are none"
         raise RunError(f"no run can stand on a board: {found} -> train to the end with evaluation.split: {TEST}")
     if one_by_one and len(judged) > 1:
-        first, second, *_ = judged.values()
-        unlike = "; ".join(
-            f"{what}: {a} in {as_typed(first[0]['folder'])}, {b} in {as_typed(second[0]['folder'])}"
-            for what, (a, b) in differences(first[0]["protocol"], second[0]["protocol"]).items()
-        )
-        raise RunError(f"these runs cannot be ranked together: {unlike} -> name their folder for a table each")
+        one, other = (those[0] for those in [*judged.values()][:2])
+        found = differences(one["protocol"], other["protocol"])
+        unlike = [f"{what}: {a} and {b}" for what, (a, b) in found.items()]
+        unlike[MOST_TOLD:] = [f"{len(unlike) - MOST_TOLD} more differences"] if len(unlike) > MOST_TOLD else []
+        both = f"{as_typed(one['folder'])} and {as_typed(other['folder'])}"
+        raise RunError(f"{both} cannot be ranked together: {'; '.join(unlike)} -> name their folder for a table each")
     tables = []
     for name, those in sorted(judged.items(), key=lambda item: (-len(item[1]), item[0])):
         terms = those[0]["protocol"]
