@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 import yaml
-from tiny_files import own_fields, well_file
+from tiny_files import own_fields, well_file, write
 
 from upsnb import __main__ as command
 from upsnb.data import audit, generate, source
@@ -30,9 +30,9 @@ def repeated(waves, tmp_path):
     return path
 
 
-def audited(path, convention="pdebench", family="advection1d"):
+def audited(path, convention="pdebench", family="advection1d", fractions=(0.1, 0.1)):
     opened = source.open_source(family, path)
-    return audit.audit(opened, source.split_samples(opened, convention))
+    return audit.audit(opened, source.split_samples(opened, convention, *fractions))
 
 
 def names(found: audit.Audit) -> list[str]:
@@ -105,6 +105,37 @@ def test_errors_are_those_of_the_reports(waves):
 def test_darcy_of_pdebench_is_found_to_be_no_steady_state(shared_data):
     found = audited(shared_data / "2D_DarcyFlow_beta1.0_Train.hdf5", family="darcy2d")
     assert names(found) == ["not steady"] and 0.02 < found.steady_nrmse < 0.05
+
+
+def test_published_shallow_water_and_sorption_are_found_to_be_one_number_each(shared_data):
+    for family, file in (("shallowwater2d", "2D_rdb_NA_NA.h5"), ("diffsorp1d", "1D_diff-sorp_NA_NA.h5")):
+        found = audited(shared_data / file, family=family, fractions=(0.0, 0.2))
+        assert {"few dimensions", "a look-up is enough"} <= set(names(found)) and found.dimensions < 1.5
+
+
+def test_dams_of_one_centre_repeat_because_a_grid_knows_few_radii(tmp_path):
+    """As published: of 1,000 dams on 128 x 128 points 81 differ."""
+    x = -2.5 + 5 * (np.arange(24) + 0.5) / 24
+    radii = np.random.default_rng(0).uniform(0.3, 0.7, 60)
+    arrays, distance = {}, np.hypot(x[:, None], x)
+    for number, radius in enumerate(radii):
+        height = np.where(distance <= radius, 2.0, 1.0).astype(np.float32)
+        arrays[f"{number:04d}/data"] = np.stack([height, height])[..., None]
+        arrays |= {f"{number:04d}/grid/{axis}": x for axis in "xy"} | {f"{number:04d}/grid/t": np.array([0.0, 1.0])}
+    found = audited(write(tmp_path / "2D_rdb_NA_NA.h5", arrays), family="shallowwater2d")
+    different = len({(distance <= radius).tobytes() for radius in radii[:54]})  # those of no validation
+    assert found.num_distinct == different < 10 and found.test_seen == 1.0
+    assert {"the test split leaks", "samples repeat", "a look-up is enough"} <= set(names(found))
+
+
+def test_reaction_that_was_lost_shows_in_the_fields(tmp_path):
+    path = generate.generate(FAMILIES["reacdiff1d"], tmp_path / "ReacDiff_Nu0.5_Rho1.0.hdf5", 20, {"rho": 0.3}, 32, 21)
+    assert audited(path, family="reacdiff1d").coefficients["rho"] == pytest.approx((0.3, 0.3), rel=1e-2)
+    with h5py.File(path, "r+") as handle:
+        handle.attrs["rho"] = 1.0
+    found = audited(path, family="reacdiff1d")
+    (said,) = [finding for finding in found.findings if finding.name == "another coefficient"]
+    assert said.found.startswith("rho is 1 by name, and 0.3")
 
 
 def test_generated_darcy_is_steady(tmp_path):
