@@ -431,6 +431,6 @@ def _check(parameters: dict[str, float]) -> None:
 
 def _blocks(samples: range, cells: int) -> Iterator[range]:
     """Samples to be solved at a time: few enough for fast memory, enough for NumPy's calls to pay."""
-    size = max(1, 8192 // cells)
+    size = max(1, 16384 // cells)
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
