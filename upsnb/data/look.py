@@ -269,7 +269,7 @@ def _guessed(path: Path, handle, arrays: dict[str, Found]) -> tuple[dict, dict[s
         named[key]["given"] = True
     space = [axis for axis in AXES if any(axis in array["axes"] for array in named.values())]
     row = {"arrays": named, "periodic": [False] * len(space)}
-    notes = {"axes": "guess: by names and lengths, samples first", "domain": "guess: the roundest ends that these have"}
+    notes = {"axes": "guess: by names and lengths", "domain": "guess: the roundest ends that these have"}
     row |= _places(path, handle, [coordinates[axis][0] for axis in space if axis in known], len(space))
     if timed and "time" in known:
         row["times"] = coordinates["time"][0]
