@@ -116,8 +116,10 @@ def test_the_summary_has_promise_beside_measurement_and_the_reason_where_there_i
 
 def test_the_summary_recommends_nothing_where_nothing_gained():
     report = made_up_report(row("alone", "compile", 0.9), row("alone", "bf16", None))
-    said = ladder.summary({**report, "recommended": recommended(changes={}, basis="nothing beat it")})
+    nothing = recommended(changes={}, basis="nothing beat it", tried=[{"change": "compile"}])
+    said = ladder.summary({**report, "recommended": nothing})
     assert "Recommended: the baseline, because nothing beat it." in said
+    assert "Recommended" not in ladder.summary({**report, "recommended": {**nothing, "tried": []}}), "not searched"
     assert "bf16: promised 1.2, no steady step in its turns" in said and "None" not in said
 
 

@@ -199,7 +199,7 @@ class Measurements:
 def recommended(report: dict) -> str:
     """The set to use on this machine, in a sentence; empty where none was searched for."""
     chosen = report["recommended"]
-    if not chosen.get("tried", True):
+    if not chosen["changes"] and not chosen.get("tried", True):
         return ""
     if not chosen["changes"]:
         return f"Recommended: the baseline, because {chosen['basis']}."
