@@ -97,7 +97,10 @@ def launch(config, folder: Path, num_ranks: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.fixture(params=CASES)
+LONG = pytest.param("four ranks", marks=(pytest.mark.slow, pytest.mark.long))  # much like the sharded ones
+
+
+@pytest.fixture(params=[LONG, *list(CASES)[1:]])
 def pair(request, cache, tiny_config, tmp_path_factory):
     """(folder of one rank in this process, folder of several ranks, their number), both trained to the end."""
     if request.param not in cache:
