@@ -59,6 +59,7 @@ def test_an_unknown_name_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the notebook of the check does much of it
 def test_what_ran_what_was_refused_and_what_failed_are_told_apart(tmp_path, monkeypatch, capsys):
     base = overlays.load(runfolder.project_root() / "params/smoke.yaml")
     plan = check.plan

@@ -274,6 +274,7 @@ def test_optuna_looks_where_errors_are_small():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_that_was_killed_goes_on_where_it_was(tiny_config, tmp_path):
     base = tiny_config(
         ("darcy",), **{"stages.operator.epochs": 40, "checkpoint.interval": 2, "evaluation.every_epochs": 20}

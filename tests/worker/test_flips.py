@@ -351,7 +351,7 @@ def test_a_run_that_is_refused_when_it_goes_on_listens_to_no_compiling(tiny_conf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_live_run_obeys_refuses_and_measures(tiny_config, tmp_path, num_ranks):
     config = tiny_config(**{"training.num_gpus": num_ranks, "training.batch_size": 2, "stages.operator.epochs": 100000})
     run = handle.start(config, tmp_path / "run", attached=True)
