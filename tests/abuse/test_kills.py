@@ -38,14 +38,14 @@ def cache():
 
 @pytest.fixture
 def config(tiny_config):
-    """`config(seed)`: one dataset, two steps an epoch, and everything that draws at random or remembers."""
+    """`config(seed, num_ranks)`: one dataset, two steps an epoch of one rank, all that draws at random or remembers."""
 
-    def make(seed):
+    def make(seed, num_ranks):
         settings = {
             "training.noise": 0.1, "training.ema_decay": 0.9, "operator.pdet.drop_path": 0.3,
-            "data.datasets.darcy.augment": True, "stages.operator.epochs": NUM_STEPS // 2,
+            "data.datasets.darcy.augment": True, "stages.operator.epochs": NUM_STEPS // 2 * num_ranks,
             "evaluation.every_epochs": 5, "checkpoint.interval": 3, "checkpoint.async_save": bool(seed % 2),
-            "training.max_restarts": 10, "checkpoint.resume": True,
+            "training.max_restarts": 10, "checkpoint.resume": True, "training.num_gpus": num_ranks,
         }  # fmt: skip
         return tiny_config(("darcy",), **settings)
 
@@ -54,13 +54,17 @@ def config(tiny_config):
 
 @pytest.fixture
 def unharmed(cache, config, tmp_path_factory):
-    """Checkpoint and losses of a run that nobody killed."""
-    if not cache:
-        folder = tmp_path_factory.mktemp("unharmed") / "run"
-        handle.start(config(0), folder, attached=True, worker=WORKER).wait()
-        cache["state"], cache["losses"] = checkpoint.load(folder)["setup"], losses(folder)
-        assert len(cache["losses"]) == NUM_STEPS
-    return cache
+    """`unharmed(num_ranks)`: checkpoint and losses of a run that nobody killed."""
+
+    def train(num_ranks):
+        if num_ranks not in cache:
+            folder = tmp_path_factory.mktemp("unharmed") / "run"
+            handle.start(config(0, num_ranks), folder, attached=True, worker=WORKER).wait()
+            cache[num_ranks] = checkpoint.load(folder)["setup"], losses(folder)
+            assert len(cache[num_ranks][1]) == NUM_STEPS
+        return cache[num_ranks]
+
+    return train
 
 
 def losses(folder):
@@ -135,8 +139,9 @@ class Attempt:
 def test_no_kill_loses_a_run_or_changes_a_tensor(unharmed, config, tmp_path, seed, record_property):
     draw, folder, kills = random.Random(seed), tmp_path / "run", 0
     file = tmp_path / "config.yaml"
-    configs.save(overlays.apply(config(seed), {}), file)
     targets = [TARGETS[seed % len(TARGETS)], *draw.sample(TARGETS, draw.randint(0, 2))]
+    num_ranks = 2 if "torchrun" in targets else 1  # a single rank has none
+    configs.save(overlays.apply(config(seed, num_ranks), {}), file)
     steps = sorted(draw.randrange(NUM_STEPS) for _ in targets)
     attempt = Attempt(folder, file)
     try:
@@ -157,8 +162,9 @@ def test_no_kill_loses_a_run_or_changes_a_tensor(unharmed, config, tmp_path, see
         attempt.end()
     record_property("kills", kills)
     assert runfolder.state(folder) == ("finished", None), targets
-    assert losses(folder) == unharmed["losses"], targets
-    expect_same(checkpoint.load(folder)["setup"], unharmed["state"])
+    state, curve = unharmed(num_ranks)
+    assert losses(folder) == curve, targets
+    expect_same(checkpoint.load(folder)["setup"], state)
     print(f"{kills} kills: {', '.join(targets)}")
 
 

@@ -340,7 +340,7 @@ def alone(config: RunConfig, folder: Path, train_here) -> list[dict]:
         parallel.shutdown(ranks)
 
 
-def test_one_rank_without_torchrun_is_a_whole_run(tiny_config, train_here, tmp_path):
+def test_one_sharded_rank_is_a_whole_run(tiny_config, train_here, tmp_path):
     found = {}
     for sharded in (False, True):
         settings = {**COMMON, "optimizer.name": "adamw", "training.use_fsdp2": sharded, "operator.pdet.depth": 1}

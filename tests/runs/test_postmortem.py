@@ -42,8 +42,8 @@ def failure(folder, rank, time, message="boom", **more):
     (folder / f"failure.rank{rank}.json").write_text(json.dumps(values))
 
 
-def cause(folder, exit_code=1):
-    result = postmortem.examine(folder, exit_code, 0)
+def cause(folder, exit_code=1, num_ranks=3):
+    result = postmortem.examine(folder, exit_code, 0, num_ranks)
     assert result.status == "failed"
     return result.cause
 
@@ -67,15 +67,16 @@ def ended(folder, checkpoint=True, segments=1):
 def test_finished_needs_end_event_and_checkpoint_and_no_more(tmp_path):
     assert cause(tmp_path, 1) == "torchrun ended with exit code 1, see worker.log"
     ended(tmp_path)
-    assert postmortem.examine(tmp_path, 0, 0) == postmortem.Ending("finished", None, "epochs", 0)
+    assert postmortem.examine(tmp_path, 0, 0, 3) == postmortem.Ending("finished", None, "epochs", 0)
     log(tmp_path, (2, -6, 0))
-    assert postmortem.examine(tmp_path, 1, 0) == postmortem.Ending("finished", None, "epochs", 1), "it came to its end"
+    late = postmortem.Ending("finished", None, "epochs", 1)
+    assert postmortem.examine(tmp_path, 1, 0, 3) == late, "it came to its end"
 
 
 def test_ranks_that_saved_for_a_relaunch_are_launched_again_however_their_processes_ended(tmp_path):
     ended(tmp_path, segments=2)
     runfolder.EventWriter(tmp_path).write("relaunch", 9, **fields("relaunch", revision=3))
-    found = postmortem.examine(tmp_path, 1, 0)
+    found = postmortem.examine(tmp_path, 1, 0, 3)
     assert (found.status, found.crashed, found.relaunch["revision"]) == ("relaunching", False, 3)
 
 
@@ -121,16 +122,35 @@ def test_abort_is_the_cause_only_where_no_rank_raised(tmp_path):
     assert cause(tmp_path) == "rank 1 raised ValueError at step 4: boom"
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "expected"),
+    [
+        (-9, "rank 0 was killed by SIGKILL (out of memory?) before its first step"),
+        (-15, "rank 0 was killed by SIGTERM before its first step"),
+        (70, "rank 0 ended with exit code 70 before its first step"),
+    ],
+)
+def test_a_single_ranks_own_exit_code_is_its_cause(tmp_path, exit_code, expected):
+    log(tmp_path, (2, -11, 0))  # of a launch with several
+    assert cause(tmp_path, exit_code, num_ranks=1) == expected
+
+
+def test_what_a_single_rank_wrote_down_is_its_cause(tmp_path):
+    failure(tmp_path, 0, time=20.0)
+    assert cause(tmp_path, 1, num_ranks=1) == "rank 0 raised ValueError at step 4: boom"
+
+
 def test_summary_of_an_earlier_launch_is_not_read(tmp_path):
     log(tmp_path, (0, -9, 0))
-    assert postmortem.examine(tmp_path, 1, (tmp_path / runfolder.LOG).stat().st_size).cause.startswith("torchrun ended")
+    log_end = (tmp_path / runfolder.LOG).stat().st_size
+    assert postmortem.examine(tmp_path, 1, log_end, 3).cause.startswith("torchrun ended")
 
 
 def test_full_disk_wins_and_is_no_crash(tmp_path):
     failure(tmp_path, 0, time=20.0, message="Connection closed by peer")
     failure(tmp_path, 1, time=20.1, message="[Errno 28] No space left on device", type="OSError", disk_full=True)
     assert cause(tmp_path).startswith(f"no space left on the disk of {tmp_path} (rank 1 raised OSError at step 4: ")
-    assert not postmortem.examine(tmp_path, 1, 0).crashed
+    assert not postmortem.examine(tmp_path, 1, 0, 3).crashed
 
 
 # -- hung ranks ----------------------------------------------------------------------------------------------------

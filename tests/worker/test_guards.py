@@ -342,7 +342,7 @@ def crashed(tmp_path):
         folder = runfolder.create(overlays.resolve(overlay), tmp_path / "run")
         failure = {"rank": 1, "time": 0.0, "step": 3, "type": "OutOfMemory", "message": "too large", "disk_full": False}
         runfolder.write_json(folder / "failure.rank1.json", failure)
-        return Supervisor(folder), postmortem.examine(folder, 1, 0)
+        return Supervisor(folder), postmortem.examine(folder, 1, 0, num_ranks=2)
 
     return make
 

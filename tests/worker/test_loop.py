@@ -1,10 +1,6 @@
 """A run on one rank, from its first event to its last: it learns, says what it does, and ends when it should."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -308,18 +304,6 @@ def test_a_config_that_this_machine_cannot_run_starts_nothing(tiny_config, train
     with pytest.raises(ConfigError, match="FlexAttention"):
         train_here(config, tmp_path / "run")
     assert not of_kind(runfolder.read_events(tmp_path / "run"), "start")
-
-
-def test_one_process_without_torchrun_is_a_whole_run(tiny_config, tmp_path):
-    folder = runfolder.create(tiny_config(("darcy",), **QUICK), tmp_path / "run")
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, "-m", "upsnb.worker", str(folder)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert runfolder.read_events(folder, ("end",))[0]["reason"] == "epochs"
-    assert runfolder.read_heartbeats(folder)[0]["state"] == "done" and not list(folder.glob("failure*"))
 
 
 @pytest.mark.slow

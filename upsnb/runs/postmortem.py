@@ -30,19 +30,20 @@ class Ending:
     status: str  # finished, failed, or relaunching: the workers ended so that they are launched with other settings
     cause: str | None = None  # of a failure, one sentence
     reason: str | None = None  # of a finished run, from its end event
-    exit_code: int | None = None  # torchrun's
+    exit_code: int | None = None  # torchrun's, or the single rank's
     crashed: bool = False  # a relaunch from the last checkpoint may help
     hung: bool = False  # the supervisor ended it, because a rank stood still
     relaunch: dict | None = None  # the workers' own `relaunch` event: settings and revision
     out_of_memory: bool = False  # in a step: a relaunch with smaller microbatches may help
 
 
-def examine(folder: Path, exit_code: int, log_start: int) -> Ending:
+def examine(folder: Path, exit_code: int, log_start: int, num_ranks: int) -> Ending:
     """The verdict on workers that have all ended.
 
     Args:
-        exit_code: torchrun's; negative for a signal.
+        exit_code: of the single rank, or of several ranks' torchrun; negative for a signal.
         log_start: where this launch's output begins in worker.log.
+        num_ranks: of this launch.
     """
     if (whole := ended(folder, exit_code)) is not None:
         return whole
@@ -55,7 +56,7 @@ def examine(folder: Path, exit_code: int, log_start: int) -> Ending:
         who = f" ({_describe(full[0])})" if full else ""
         return Ending("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
     starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)
-    cause = _cause(folder, exit_code, log_start, failures)
+    cause = _cause(folder, exit_code, log_start, num_ranks, failures)
     return Ending("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
 
 
@@ -69,9 +70,11 @@ def ended(folder: Path, exit_code: int) -> Ending | None:
     return Ending("finished", None, end["reason"], exit_code)
 
 
-def _cause(folder: Path, exit_code: int, log_start: int, failures: list[dict]) -> str:
+def _cause(folder: Path, exit_code: int, log_start: int, num_ranks: int, failures: list[dict]) -> str:
     """The first thing that went wrong; other ranks fail as well once their peer is gone."""
-    entries = summary(runfolder.log_tail(folder, 1 << 16, log_start))
+    entries = [{"rank": 0, "code": exit_code, "time": 0.0}]
+    if num_ranks > 1:
+        entries = summary(runfolder.log_tail(folder, 1 << 16, log_start))
     # A rank that torchrun has to kill 30 s after another failed is no cause.
     first = [entry for entry in entries if entry["time"] - entries[0]["time"] <= 2]
     for entry in first:

@@ -1,4 +1,4 @@
-"""Watches over one run: starts torchrun, relaunches after a crash, and makes the manifest end honest.
+"""Watches over one run: starts its ranks, relaunches after a crash, and makes the manifest end honest.
 
 `python -m upsnb.runs.supervisor <folder> [--attached] [--worker PATH]`; the exit code is 0 only for a finished run.
 """
@@ -156,7 +156,7 @@ class Supervisor:
         log_start = self._open_segment(restarts, flip)
         watch = StallWatch(self.config.training.num_gpus, self.config.training.stall_timeout_s)
         with open(self.folder / runfolder.LOG, "ab") as log:
-            torchrun = subprocess.Popen(
+            workers = subprocess.Popen(  # the one rank, or the torchrun of several
                 self._command(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -165,7 +165,7 @@ class Supervisor:
                 start_new_session=True,  # a SIGTERM for the supervisor's group must leave the workers time to save
             )
         self.seen, self.stop_deadline = time.monotonic(), None
-        while torchrun.poll() is None:
+        while workers.poll() is None:
             time.sleep(POLL_S)
             beats = runfolder.read_heartbeats(self.folder)
             if not self._is_lost():
@@ -176,14 +176,14 @@ class Supervisor:
             if hung:
                 self._ask_for_stacks(beats)
             if forced or hung:
-                self._kill(torchrun, beats)
-                exit_code, is_lost = torchrun.wait(), self._is_lost()
+                self._kill(workers, beats)
+                exit_code, is_lost = workers.wait(), self._is_lost()
                 failed = Ending("failed", forced or hung, exit_code=exit_code, hung=hung is not None)
                 return failed if is_lost else postmortem.ended(self.folder, exit_code) or failed
         kill_marked(self.identity)  # loaders and threads of ranks that died without a word
         if self._is_lost():
-            return Ending("failed", LOST, exit_code=torchrun.returncode)
-        return postmortem.examine(self.folder, torchrun.returncode, log_start)
+            return Ending("failed", LOST, exit_code=workers.returncode)
+        return postmortem.examine(self.folder, workers.returncode, log_start, self.config.training.num_gpus)
 
     def _follow(self, beats: dict[int, dict]) -> None:
         """Note what the workers do, and what they are asked to."""
@@ -226,8 +226,8 @@ class Supervisor:
                 os.kill(beat["pid"], signal.SIGUSR1)
         time.sleep(STACKS_S)
 
-    def _kill(self, torchrun: subprocess.Popen, beats: dict[int, dict]) -> None:
-        torchrun.kill()
+    def _kill(self, workers: subprocess.Popen, beats: dict[int, dict]) -> None:
+        workers.kill()
         for _ in range(2):  # twice: one may have been starting another
             kill_marked(self.identity)
         if not Path("/proc").is_dir():  # macOS shows no environments; heartbeats name the ranks of this segment
@@ -239,6 +239,8 @@ class Supervisor:
 
     def _command(self) -> list[str]:
         target = ["-m", "upsnb.worker"] if self.worker is None else [str(self.worker)]
+        if self.config.training.num_gpus == 1:  # meets nobody, and torchrun would import torch first: seconds a start
+            return [sys.executable, *target, str(self.folder)]
         place = self.folder / TORCHRUN
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.config.training.num_gpus)),

@@ -1,4 +1,4 @@
-"""One rank of a run, as torchrun starts it: `python -m upsnb.worker <folder>`."""
+"""One rank of a run, as the supervisor or torchrun starts it: `python -m upsnb.worker <folder>`."""
 
 from __future__ import annotations
 
