@@ -139,6 +139,7 @@ def test_full_disk_is_told_apart_and_still_written_down(monkeypatch, small_disk)
 
 
 def test_crash_is_continued_from_its_checkpoint(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "3"), monkeypatch.setenv("WORLD_SIZE", "4")  # of a job that this run is started in
     run = start(monkeypatch, tmp_path / "run", "raise:0:6:0", 1, max_restarts=1)
     assert run.wait() == "finished"
     crashed, finished = run.manifest["segments"]

@@ -37,6 +37,8 @@ NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicat
     "NCCL_P2P_DISABLE": "0",
     "NCCL_IB_DISABLE": "0",
 }
+# torchrun says it to several; what this process was started with may be another launcher's.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
 # glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
 KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
@@ -260,6 +262,7 @@ class Supervisor:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             STORE: str(self.folder / TORCHRUN / "ranks"),
             MARK: self.identity,
+            **(ALONE if self.config.training.num_gpus == 1 else {}),
             SEGMENT: str(len(runfolder.read_manifest(self.folder)["segments"]) - 1),
             "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
             # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
