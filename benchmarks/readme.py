@@ -22,8 +22,8 @@ import yaml
 from keep import NOTEBOOK, REFERENCE
 
 from upsnb import overlays
+from upsnb.compare import board_pages, ladder, ladder_figures, scaling, scaling_figures
 from upsnb.compare import figures as compare_figures
-from upsnb.compare import ladder, ladder_figures, models_figures, scaling, scaling_figures
 from upsnb.config import RunConfig
 from upsnb.memory import plan
 from upsnb.phases import EXTRAS, PHASES
@@ -38,6 +38,18 @@ NOT_YET = "Not measured yet."
 CORES = 2  # of the machine whose minutes the table of notebooks shows
 MOST_SETTINGS = 4  # that are named where a kept notebook had others than its own
 TASKS = {"darcy": "Darcy, one call", "advection": "advection, 10 frames given, 31 predicted"}
+ON_THE_BOARD = (
+    "rank",
+    "nRMSE",
+    "95 % low",
+    "95 % high",
+    "median",
+    "worst tenth",
+    "VRMSE",
+    "parameters",
+    "training [s]",
+    "memory [GiB]",
+)
 PREFIXES = {"darcy": "", "advection": "rollout_"}  # of the error that counts
 MORE_OF_DARCY = {
     "the same, averaged over the square's 8 symmetries": "symmetry_averaged_",
@@ -120,11 +132,21 @@ def scalings(report: Mapping) -> str:
     return "\n\n".join((f"{where(report)}.", *rehearsal, markdown(scaling_figures.table(report))))
 
 
-def models(report: Mapping) -> str:
-    """Models beside each other, from one notebook."""
-    families = " and ".join(dict.fromkeys(report["families"].values()))
-    head = f"{families}, {report['time_limit_s']:g} s of training each, one after the other, {where(report)}; nRMSE of the test split, rolled out where there is a time:"
-    return "\n\n".join((head, markdown(models_figures.table(report))))
+def leaderboard(report: Mapping) -> str:
+    """Models beside each other, and the learning rates that validation chose for each."""
+    tuned = read("leaderboard/trainings.json")["learning_rates"]
+    rates = ", ".join(f"{name} {rate['chosen']:g}" for name, rate in tuned.items())
+    (table,) = report["tables"]
+    budget = table["protocol"]["budget"].partition(" on ")[0]
+    head = f"{budget} for each training, both datasets at once, {where(report)}. Learning rates, as a multiple of those in each model's file, by validation after a short training: {rates}."
+    tables = board_pages.tables({"tables": [table]})
+    told = []
+    for name in table["datasets"]:
+        ranking, costs = (frame for title, frame in tables.items() if title.startswith(f"{name}: "))
+        both = ranking.join(costs, how="left").fillna("")
+        shown = both[[column for column in ON_THE_BOARD if column in both]]
+        told += [f"**{name}**", markdown(shown.rename_axis("model").reset_index())]
+    return "\n\n".join((head, *told))
 
 
 def profile(report: Mapping) -> str:
@@ -320,7 +342,7 @@ SECTIONS = {
     "conflicts": conflicts,
     "compare": lambda: of_each(compare, "compare"),
     "scaling": lambda: of_each(scalings, "scaling"),
-    "models": lambda: of_each(models, "models"),
+    "leaderboard": lambda: of_each(leaderboard, "leaderboard"),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),
     "overheads": overheads,
