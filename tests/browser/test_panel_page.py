@@ -192,6 +192,7 @@ def test_click_is_a_request_while_a_cell_is_busy(lab: Lab, run):
     assert lab.errors() == []
 
 
+@pytest.mark.long
 def test_killed_run_shows_its_cause_in_the_page(lab: Lab, run):
     live = run()
     lab.open("killed.ipynb", "")

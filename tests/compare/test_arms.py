@@ -49,6 +49,7 @@ def test_an_isolated_phase_keeps_batch_accumulation_and_learning_rate():
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the notebook of comparisons does much of it
 def test_two_arms_take_turns_to_their_ends_and_leave_a_report(tiny_config, tmp_path, turns_of_steps):
     """And the report of the same runs as two that merely ended earlier has the same errors and no interval."""
     base = tiny_config(**{"stages.operator.epochs": 2})

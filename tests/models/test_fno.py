@@ -170,6 +170,7 @@ def test_hardware_has_no_objection():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_train_alike_replicated_and_sharded(tiny_config, tmp_path):
     losses = []
     for sharded in (False, True):

@@ -100,7 +100,7 @@ def test_ctrl_c_stops_the_run_and_tells_of_it(tmp_path, at):
     assert at == "kernel" or (folder / "report.json").exists() and list((folder / "figures").glob("*.png"))
 
 
-@pytest.mark.parametrize("through", ["papermill", "upsnb run"])
+@pytest.mark.parametrize("through", [pytest.param("papermill", marks=pytest.mark.long), "upsnb run"])
 def test_broken_file_fails_and_is_named(tmp_path, through):
     broken = truncated(tmp_path / "data" / "1D_Advection_Sols_beta0.4.hdf5")
     file = parameters(tmp_path, files=[broken.name])

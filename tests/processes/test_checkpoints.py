@@ -183,6 +183,7 @@ def worker(folder: Path) -> None:
     real_worker.main(folder)
 
 
+@pytest.mark.long  # much like the kills of tests/abuse
 def test_a_run_killed_in_a_save_and_in_a_step_goes_on_by_itself(tiny_config, train_here, tmp_path):
     settings = {"optimizer": {"name": "adamw", "lr": 1e-3}, "stages.operator.epochs": 2}
     alone = train_here(tiny_config(**settings), tmp_path / "alone")

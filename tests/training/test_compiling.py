@@ -207,10 +207,10 @@ def test_switched_off_nothing_compiled_runs_and_switched_on_nothing_is_compiled_
     "overlay",
     [
         {"operator.pdet.use_activation_checkpoint": True},
-        {"training.amp": True, "training.amp_dtype": "bfloat16"},
         *(
             pytest.param(overlay, marks=pytest.mark.long)
             for overlay in (
+                {"training.amp": True, "training.amp_dtype": "bfloat16"},
                 {"operator.pdet.attention": "math"},
                 {"operator.pdet.attention": "flash"},
                 {"operator.pdet.drop_path": 0.2},
