@@ -104,3 +104,8 @@ def finished(folder, split="test", ms=100.0, validated=(0.3, None), darcy=0.05):
         examples[f"waves/{key}"] = random.random((3, frames, 1, 8), dtype=np.float32)
         examples[f"darcy/{key}"] = random.random((3, 1, 1, 8, 8), dtype=np.float32)
     return write_run(folder, events, evaluation=evaluation, examples=examples)
+
+
+def of(events, kind, **fields):
+    """Events of one kind, with these fields."""
+    return [e for e in events if e["kind"] == kind and all(e[key] == value for key, value in fields.items())]
