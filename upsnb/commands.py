@@ -86,7 +86,11 @@ def show(name: str) -> None:
         print(f"asked and not answered yet: {control.command or control.overlay}")
     kept = checkpoint_index.read_index(folder)
     steps = (f"{role} step {kept['checkpoints'][kept[role]]['step']}" for role in ("latest", "best") if kept[role])
-    print(f"checkpoints: {', '.join(steps) or 'none yet'}", *_results(folder), sep="\n")
+    print(f"checkpoints: {', '.join(steps) or 'none yet'}")
+    if second := run.manifest.get("mirror"):
+        trouble = f"; {second['trouble']}" if second["trouble"] else ""
+        print(f"mirrored: step {second['step']} in {second['folder']}{trouble}")
+    print(*_results(folder), sep="\n")
     if cause:
         failures = (run.manifest["segments"] or [{}])[-1].get("failures") or [{}]
         last = (failures[0].get("traceback") or run.log_tail(LOG_LINES)).splitlines()[-LOG_LINES:]

@@ -275,6 +275,13 @@ class StagesConfig(Section):
         return [name for name in type(self).model_fields if getattr(self, name).epochs > 0]
 
 
+class MirrorConfig(Section):
+    """A second place for checkpoints, such as a mounted drive, for machines that may be taken away."""
+
+    folder: str = ""  # where it is, relative to the project; runs have folders of their names there; empty: nowhere
+    budget_gb: PositiveFloat = 7.5  # disk space there for the checkpoints of one run [GB]
+
+
 class CheckpointConfig(Section):
     """When the state of training is saved and how much of it is kept."""
 
@@ -282,6 +289,7 @@ class CheckpointConfig(Section):
     budget_gb: PositiveFloat = 20.0  # disk space for checkpoints [GB]
     resume: bool = False  # continue the run folder's latest checkpoint
     async_save: bool = False  # write to disk while training goes on
+    mirror: MirrorConfig = MirrorConfig()
 
 
 class EvaluationConfig(Section):

@@ -54,7 +54,9 @@ HOT = (  # prefixes of settings that may change between two steps
     "optimizer.fused",
     "optimizer.foreach",
     "stages.",
-    "checkpoint.",
+    "checkpoint.interval",
+    "checkpoint.budget_gb",
+    "checkpoint.async_save",
     "guards.",
     "evaluation.",
 )

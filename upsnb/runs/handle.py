@@ -16,7 +16,7 @@ from upsnb import overlays
 from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout
 from upsnb.rules import did_you_mean
-from upsnb.runs import checkpoint_index, runfolder
+from upsnb.runs import checkpoint_index, mirror, runfolder
 
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
 POLL_S = 0.1
@@ -326,11 +326,11 @@ def start(
     Args:
         folder: where the run lives; empty: a new folder below `logging.root`.
         attached: the run ends when this process does; empty: only outside interactive notebooks.
-        worker: script that torchrun starts instead of `upsnb.worker`.
+        worker: script that every rank runs instead of `upsnb.worker`.
         environment: variables over this process's own, such as which GPUs the run may see.
     Raises:
         ConfigError: this machine cannot run the config, or its model fails; nothing was started or written.
-        RunError: the folder holds a run that is alive, or one that the config does not continue.
+        RunError: the folder, or its mirror, holds a run that is alive or one that the config does not continue.
     """
     from upsnb import hardware, phases  # they load torch, which readers of a run do not need
     from upsnb.training import preflight
@@ -345,6 +345,8 @@ def start(
     if is_reference and hardware.resolve_device(config, machine) == "cpu":
         said = "nothing chose a model, so it is the reference model, which takes a CPU hours"
         print(f"{said} -> put params/quick.yaml below your settings for a small one", flush=True)
+    if folder is not None and (said := mirror.prepare(config, Path(folder).absolute())):
+        print(said, flush=True)
     folder = runfolder.create(config, folder, skipped)
     for phase, reason in skipped.items():
         print(f"skipped {phase}: {reason}", flush=True)

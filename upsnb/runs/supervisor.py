@@ -21,6 +21,7 @@ from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import checkpoint_index, files, postmortem, recovery, runfolder
+from upsnb.runs.mirror import Mirror
 from upsnb.runs.postmortem import Ending
 from upsnb.runs.processes import MARK, SEGMENT, STORE, kill_marked, marked, process_identity
 
@@ -64,6 +65,7 @@ class Supervisor:
         self.parent_gone = threading.Event()
         self.terminations = 0  # SIGTERM and SIGINT so far
         self.stop_asked = False
+        self.mirror = Mirror(folder, self.base)
         self.home = os.open(folder, os.O_RDONLY)  # stays the folder's where it is moved
         self.status = "starting"
 
@@ -105,6 +107,7 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     self.folder = Path(os.readlink(f"/proc/self/fd/{self.home}"))
             if not self._is_lost():
+                self.mirror.finish(in_a_hurry=lambda: self.terminations > 1)
                 self._close_segment(end)
         return 0 if end.status == "finished" else 1
 
@@ -173,6 +176,7 @@ class Supervisor:
             if not self._is_lost():
                 self.seen = time.monotonic()
                 self._follow(beats)
+                self.mirror.follow()
             forced = self._reason_to_kill()
             hung = None if forced else watch.stalled(beats, time.monotonic())
             if hung:
