@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 
 import pytest
 
@@ -132,6 +133,19 @@ def test_a_full_drive_keeps_what_it_has_and_leaves_nothing_half_written(folder, 
     followed.retry = 0.0
     followed.finish()
     assert steps(drive)["latest"] == 5 and not list((drive / "checkpoints").glob(".step-*"))
+
+
+def test_a_drive_that_cannot_sync_folders_is_as_good(folder, drive, followed, monkeypatch):
+    sync = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    followed.finish()
+    assert steps(drive)["latest"] == 3 and not messages(folder)
 
 
 def test_what_a_killed_copy_left_is_no_checkpoint(folder, drive, followed, monkeypatch):

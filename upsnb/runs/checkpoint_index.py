@@ -10,6 +10,7 @@ Knows nothing of tensors, so that readers of a run need no torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -212,6 +213,13 @@ def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOSYS,
+            errno.ENOTSUP,
+        ):  # disks over a network that know no such thing
+            raise
     finally:
         os.close(descriptor)
 
