@@ -248,7 +248,7 @@ def _tables(protocol: Mapping, runs: list[dict], failures: list[dict], price_per
     for dataset, result in runs[0]["datasets"].items():
         beside = references(result)
         if "floor_nrmse_mean" in result:
-            beside["data floor"] = result["floor_nrmse_mean"]
+            beside["exact steady solution"] = result["floor_nrmse_mean"]
         rows = [_row(names[key], dataset, done, lost[key], price_per_hour) for key, done in models.items()]
         rank(rows, beside.get("look-up"))
         rows.sort(key=lambda row: (row["rank"] is None, row["rank"] or 0, row["nrmse"]["median"] or np.inf))
