@@ -21,7 +21,7 @@ from upsnb.config import RunConfig, nearest_setting, setting_paths
 from upsnb.errors import MOST_LISTED, ConfigError, Problem, shown
 from upsnb.rules import did_you_mean
 
-FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent")
+FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent", "checkpoint")
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
 # mappings with names as keys
 NAMED = (
