@@ -6,7 +6,7 @@ import pytest
 from waiting import until
 
 from upsnb import overlays
-from upsnb.runs import checkpoint_index, handle, runfolder
+from upsnb.runs import checkpoint_index, handle, processes, runfolder
 
 
 @pytest.mark.slow
@@ -19,8 +19,9 @@ def test_a_run_goes_on_after_its_machine_was_lost_on_another_number_of_ranks(tin
     folder, drive = tmp_path / "run", tmp_path / "drive" / "run"
     run = handle.start(config, folder, attached=True)
     until(lambda: checkpoint_index.is_there(drive) and checkpoint_index.read_index(drive)["previous"])
+    identity = run.manifest["supervisor"]
     run._process.kill()
-    until(lambda: run.status() == "died")
+    until(lambda: run.status() == "died" and not processes.marked(identity))
     shutil.rmtree(folder)
     index = checkpoint_index.read_index(drive)
     kept = index["checkpoints"][index["latest"]]["step"]
