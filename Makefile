@@ -40,7 +40,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
 test: check compiler $(HOSTED) $(NEURALOP)
 	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto $(BY_FILE)
-	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 3 $(BY_FILE) --durations=10
+	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 2 $(BY_FILE) --durations=10
 	PYTHONPATH="$(CURDIR)" .neuralop/bin/python -m pytest -q tests/neuralop
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
