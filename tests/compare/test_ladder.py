@@ -134,3 +134,9 @@ def test_failed_and_skipped_phases_stand_in_table_and_figure_with_the_reason():
     figure = ladder_figures.promise_and_measurement(report)
     written = [text.get_text() for ax in figure.axes for text in ax.texts]
     assert "failed" in written and "not possible here" in written and "0.80" in written
+
+
+def test_a_search_that_trained_nothing_is_a_table_too():
+    tried = [{"change": "compile", "ratio": {"median": 0.9, "ci95": [0.8, 1.0], "num_rounds": 3}, "kept": False}]
+    table = ladder_figures.tried({"recommended": recommended(tried=tried, accuracy={})})
+    assert table.loc[0].tolist()[2:] == ["-", "-", "no"]

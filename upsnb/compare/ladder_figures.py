@@ -114,7 +114,7 @@ def tried(report: Mapping) -> pd.DataFrame:
         for name, row in chosen.get("accuracy", {}).items()
     ]
     columns = ["tried", "throughput", "nRMSE / baseline's", "equal arms", "kept"]
-    return pd.DataFrame([*changes, *sets], columns=columns).fillna("-")
+    return pd.DataFrame([*changes, *sets], columns=columns, dtype=object).fillna("-")
 
 
 def write_figures(folder: Path | str) -> dict[str, Path]:

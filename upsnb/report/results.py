@@ -156,7 +156,7 @@ def table(report: dict) -> pd.DataFrame:
             if rolled := channels.get("rollout_nrmse"):
                 row["rollout"] = number(rolled[channel])
             rows.append(row)
-    return pd.DataFrame(rows, columns=COLUMNS).fillna("")
+    return pd.DataFrame(rows, columns=COLUMNS, dtype=object).fillna("")
 
 
 def _row(name: str, split: str, values: dict) -> dict[str, str]:
