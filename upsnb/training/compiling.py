@@ -165,7 +165,7 @@ class CompileCounter:
             "cache_hits": counters["inductor"]["fxgraph_cache_hit"],
             "cuda_graphs_skipped": counters["inductor"]["cudagraph_skips"],
             "cuda_graphs_again": _recorded_again(),
-            "duration_s": dynamo.calculate_time_spent()["total_wall_time"] + kernels.Kernel.waited_s,
+            "duration_s": dynamo.calculate_time_spent()["total_wall_time"],
         }
 
     def _recompiles(self) -> int:

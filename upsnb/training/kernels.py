@@ -10,12 +10,10 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
 from types import SimpleNamespace
-from typing import ClassVar
 
 ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
 LEAST = 4  # kernels that are worth a further file, which a further core compiles
@@ -61,7 +59,6 @@ def precompile_header() -> None:
 class Kernel:
     """One that is compiled with the others of its graph, and stands for itself until the first of them is called."""
 
-    waited_s: ClassVar[float] = 0.0  # so far in this process, at first calls
     argtypes: list[str]  # C++ types
     source: str
     compiled: Callable | None = None  # what Python calls
@@ -87,7 +84,6 @@ def compile_together() -> None:
     if not (hasattr(graph, "cpp_pybinding") and hasattr(bindings, "load_pybinding_async")):
         return
     alone, wait = graph.cpp_pybinding, graph.wait
-    listeners = importlib.import_module("torch._dynamo.callback")
 
     @functools.wraps(alone)
     def cpp_pybinding(self, argtypes: list[str], source: str) -> Kernel:
@@ -105,19 +101,15 @@ def compile_together() -> None:
             begun = [begin(kernels[number::files], bindings, self.submit) for number in range(files)]
 
         def finish() -> None:
-            began = time.perf_counter()
-            # Whoever times compilations and watches over ranks is to take this for one.
-            with listeners.callback_handler.install_callbacks(listeners.CallbackTrigger.LAZY_BACKWARD, "kernels"):
-                with contextlib.suppress(Exception):
-                    for give in begun:
-                        give()
-                for name, kernel in scope.items():
-                    if isinstance(kernel, Kernel) and kernel.finish is finish:
-                        if kernel.compiled is None:
-                            single = alone(self, kernel.argtypes, kernel.source)
-                            kernel.compiled = single.result() if hasattr(single, "result") else single
-                        scope[name] = kernel.compiled
-            Kernel.waited_s += time.perf_counter() - began
+            with contextlib.suppress(Exception):
+                for give in begun:
+                    give()
+            for name, kernel in scope.items():
+                if isinstance(kernel, Kernel) and kernel.finish is finish:
+                    if kernel.compiled is None:
+                        single = alone(self, kernel.argtypes, kernel.source)
+                        kernel.compiled = single.result() if hasattr(single, "result") else single
+                    scope[name] = kernel.compiled
 
         for kernel in kernels if begun else ():
             kernel.finish = finish
