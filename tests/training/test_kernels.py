@@ -64,38 +64,6 @@ def test_what_cannot_be_compiled_together_is_compiled_alone(monkeypatch, trouble
     assert len(tried) == (trouble == "it fails")
 
 
-@pytest.mark.parametrize("compiler_fails", [False, True])
-def test_the_first_call_waits_for_the_kernels_of_its_graph_and_for_no_other(monkeypatch, compiler_fails):
-    make = type("AsyncCompile", (Alone,), {"cpp_pybinding": lambda *_: lambda x: -x, "wait": Alone.wait})
-    monkeypatch.setattr(compiler, "AsyncCompile", make)
-    kernels.compile_together()
-    waited = []
-
-    def begin(those, *_):
-        def give():
-            waited.append(len(those))
-            if compiler_fails:
-                raise OSError("the disk is full")
-            for kernel in those:
-                kernel.compiled = lambda x: 2 * x
-
-        return give
-
-    monkeypatch.setattr(kernels, "begin", begin)
-    scopes = []
-    for _ in range(2):
-        graph = make()
-        scopes.append({name: graph.cpp_pybinding([], KERNEL) for name in ("a", "b", "c")})
-        graph.wait(scopes[-1])
-    assert not waited, "the next graph can be traced"
-    held = scopes[0]["b"]
-    expected = -3 if compiler_fails else 6
-    assert scopes[0]["a"](3) == expected and waited == [3]
-    assert {scopes[0][name](3) for name in ("a", "b", "c")} == {held(3)} == {expected} and waited == [3]
-    assert not any(isinstance(scopes[0][name], kernels.Kernel) for name in ("a", "b", "c")), "later calls pass none"
-    assert all(isinstance(scopes[1][name], kernels.Kernel) for name in ("a", "b", "c"))
-
-
 def attend(x):
     """Three kernels, between products."""
     y = torch.nn.functional.layer_norm(x, x.shape[-1:])

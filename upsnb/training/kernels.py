@@ -55,28 +55,21 @@ def precompile_header() -> None:
         bindings.load_pybinding_async([], 'extern "C" void kernel() {}', submit_fn=lambda work: None)
 
 
-@dataclass(eq=False)
+@dataclass
 class Kernel:
-    """One that is compiled with the others of its graph, and stands for itself until the first of them is called."""
+    """One that waits to be compiled with the others of its graph."""
 
     argtypes: list[str]  # C++ types
     source: str
-    compiled: Callable | None = None  # what Python calls
-    finish: Callable[[], None] | None = None  # waits for the compiler, and puts what is compiled in the kernels' places
-
-    def __call__(self, *arguments):
-        if self.compiled is None:
-            self.finish()
-        return self.compiled(*arguments)
+    compiled: object = None  # what Python calls
 
 
 def compile_together() -> None:
     """Let torch compile the kernels of a graph together, where this version of torch can be told to.
 
     Of the 1.3 s that a kernel takes, 0.9 s are a compiler that has done nothing yet. A graph's generated code asks for
-    its kernels one by one and then waits for all of them: they are gathered until then, and waited for when the first
-    is called, so that the next graph is traced while the compiler works. What does not fit into a file with others, or
-    fails there, is compiled alone, as torch does it.
+    its kernels one by one and then waits for all of them: they are gathered until then. What does not fit into a file
+    with others, or fails there, is compiled alone, as torch does it.
     """
     compiler = importlib.import_module("torch._inductor.async_compile")
     bindings = getattr(importlib.import_module("torch._inductor.codecache"), "CppPythonBindingsCodeCache", None)
@@ -92,33 +85,20 @@ def compile_together() -> None:
         return kernel
 
     @functools.wraps(wait)
-    def wait_for_others(self, scope: dict) -> None:
+    def wait_for_all(self, scope: dict) -> None:
         kernels, threads = vars(self).pop("kernels", []), compiler.get_compile_threads()
         kernels = [kernel for kernel in kernels if fits(kernel.source)]
         files = min(max(1, min(threads, len(kernels) // LEAST)), len(kernels))
-        begun: list[Callable] = []
         with contextlib.suppress(Exception):  # torch's inside is no promise, and there is a way without
             begun = [begin(kernels[number::files], bindings, self.submit) for number in range(files)]
-
-        def finish() -> None:
-            with contextlib.suppress(Exception):
-                for give in begun:
-                    give()
-            for name, kernel in scope.items():
-                if isinstance(kernel, Kernel) and kernel.finish is finish:
-                    if kernel.compiled is None:
-                        single = alone(self, kernel.argtypes, kernel.source)
-                        kernel.compiled = single.result() if hasattr(single, "result") else single
-                    scope[name] = kernel.compiled
-
-        for kernel in kernels if begun else ():
-            kernel.finish = finish
+            for finish in begun:
+                finish()
         for name, value in scope.items():
-            if isinstance(value, Kernel) and value.finish is None:
-                scope[name] = alone(self, value.argtypes, value.source)
+            if isinstance(value, Kernel):
+                scope[name] = value.compiled or alone(self, value.argtypes, value.source)
         wait(self, scope)
 
-    graph.cpp_pybinding, graph.wait = cpp_pybinding, wait_for_others
+    graph.cpp_pybinding, graph.wait = cpp_pybinding, wait_for_all
 
 
 def fits(source: str) -> bool:
