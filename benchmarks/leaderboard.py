@@ -30,23 +30,27 @@ WHOLE = {  # both files to their last sample; PDEBench's own test share
 }
 
 
+def with_rates(config: RunConfig, factor: float, **more) -> RunConfig:
+    """Both learning rates times a factor."""
+    rates = {f"optimizer.{rate}": factor * getattr(config.optimizer, rate) for rate in ("lr", "muon_lr")}
+    return overlays.apply(config, {**rates, **more})
+
+
 def tuned(configs: dict[str, RunConfig], folder: Path, time_s: float) -> tuple[dict[str, RunConfig], dict]:
     """Each model with those of its learning rates that validate best after a short training, and what all came to."""
-    trials = {}
-    for name, config in configs.items():
-        for factor in FACTORS:
-            rates = {f"optimizer.{rate}": factor * getattr(config.optimizer, rate) for rate in ("lr", "muon_lr")}
-            short = {**rates, "training.time_limit_s": time_s, "evaluation.split": "validation"}
-            trials[f"{name} x {factor:g}"] = overlays.apply(config, short)
-    rows = models.train(trials, folder)["rows"]
+    short = {"training.time_limit_s": time_s, "evaluation.split": "validation"}
+    trials = {
+        f"{name} x {factor:g}": with_rates(config, factor, **short)
+        for name, config in configs.items()
+        for factor in FACTORS
+    }
     found, best = {name: {} for name in configs}, {}
-    for row in rows:
+    for row in models.train(trials, folder)["rows"]:
         name, _, factor = row["model"].partition(" x ")
         found[name][factor] = {"nrmse": row["nrmse"], "score": min(map(score, row["validations"]))}
     for name, config in configs.items():
         factor = float(min(found[name], key=lambda factor: found[name][factor]["score"]))
-        rates = {f"optimizer.{rate}": factor * getattr(config.optimizer, rate) for rate in ("lr", "muon_lr")}
-        best[name] = overlays.apply(config, rates)
+        best[name] = with_rates(config, factor)
         found[name]["chosen"] = factor
     return best, found
 

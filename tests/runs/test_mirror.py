@@ -236,4 +236,6 @@ def test_a_drive_that_is_not_mounted_is_refused_before_anything_starts(config, t
     (tmp_path / "drive").rmdir()
     with pytest.raises(RunError, match=r"drive is no folder -> mount the drive, or make the folder"):
         mirror.prepare(config, tmp_path / "run")
+    with pytest.raises(RunError, match="is no folder"):
+        mirror.prepare(config, None)
     assert json.dumps(list(map(str, tmp_path.iterdir()))) == "[]"

@@ -345,7 +345,7 @@ def start(
     if is_reference and hardware.resolve_device(config, machine) == "cpu":
         said = "nothing chose a model, so it is the reference model, which takes a CPU hours"
         print(f"{said} -> put params/quick.yaml below your settings for a small one", flush=True)
-    if folder is not None and (said := mirror.prepare(config, Path(folder).absolute())):
+    if said := mirror.prepare(config, folder and Path(folder).absolute()):
         print(said, flush=True)
     folder = runfolder.create(config, folder, skipped)
     for phase, reason in skipped.items():

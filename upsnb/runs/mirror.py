@@ -31,18 +31,20 @@ def place(config: RunConfig, folder: Path) -> Path | None:
     return runfolder.project_root() / root / Path(folder).name if root else None
 
 
-def prepare(config: RunConfig, folder: Path) -> str:
+def prepare(config: RunConfig, folder: Path | None) -> str:
     """Before a run starts: bring its checkpoints back where this machine has none of them; what was done, in words.
 
+    Args:
+        folder: of the run; None: a new one of a name that no mirror has.
     Raises:
         RunError: the mirror's folder is not there, holds another run of this name, or no checkpoint that is whole.
     """
-    there = place(config, folder)
+    there = place(config, folder or Path("new"))
     if there is None:
         return ""
     if not there.parent.is_dir():
         raise RunError(f"checkpoint.mirror.folder: {there.parent} is no folder -> mount the drive, or make the folder")
-    if checkpoint_index.is_there(folder) or not checkpoint_index.is_there(there):
+    if folder is None or checkpoint_index.is_there(folder) or not checkpoint_index.is_there(there):
         return ""
     if not config.checkpoint.resume:
         raise RunError(
@@ -64,8 +66,7 @@ def copy(
 ) -> None:
     """Copy the checkpoints that another run folder lacks, the oldest first, each whole or not at all.
 
-    A role that stands on the same files in both is not copied again; damaged files are not copied, and the next
-    checkpoint is.
+    A role that stands on the same files in both is not copied again, and damaged files are not copied at all.
 
     Args:
         budget_gb: disk space for those in `target` [GB].
@@ -79,7 +80,7 @@ def copy(
     named = {index[role] for role in checkpoint_index.ROLES if index[role] is not None}
     for name in sorted(named, key=lambda name: index["checkpoints"][name]["step"]):
         entry, roles = index["checkpoints"][name], [role for role in ("best", "epoch") if index[role] == name]
-        if _has(target, entry, roles) or (damage and name != index["latest"]):
+        if _has(target, entry, roles):
             continue
         size = checkpoint_index.num_bytes(entry["files"]) / 1e9
         if size > budget_gb:
@@ -133,7 +134,8 @@ class Mirror:
         self.folder, self.target, self.budget_gb = folder, place(config, folder), config.checkpoint.mirror.budget_gb
         self.thread: threading.Thread | None = None
         self.done: int | None = None  # change of the index that was copied last
-        self.trouble, self.told, self.retry, self.moved = "", None, 0.0, 0.0
+        self.told: tuple[int | None, str] | None = None  # mirrored step and trouble, as they were written down last
+        self.retry = self.moved = 0.0  # when to try again, and when the other disk took something last
 
     def follow(self) -> None:
         """Begin to copy where there is something new; returns at once."""
