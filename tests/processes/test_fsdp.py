@@ -340,10 +340,15 @@ def alone(config: RunConfig, folder: Path, train_here) -> list[dict]:
         parallel.shutdown(ranks)
 
 
-def test_one_sharded_rank_is_a_whole_run(tiny_config, train_here, tmp_path):
+FNO = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
+FNO |= {"training.lambda_inv_enc": 0.0, "training.query_sampling.num_queries": None}
+
+
+@pytest.mark.parametrize("model", [{}, FNO], ids=["ups", "weights in another order"])
+def test_one_sharded_rank_is_a_whole_run(tiny_config, train_here, tmp_path, model):
     found = {}
     for sharded in (False, True):
-        settings = {**COMMON, "optimizer.name": "adamw", "training.use_fsdp2": sharded, "operator.pdet.depth": 1}
+        settings = {**COMMON, "optimizer.name": "adamw", "training.use_fsdp2": sharded, "operator.pdet.depth": 1, **model}
         folder = tmp_path / str(sharded)
         events = alone(tiny_config(**settings), folder, train_here)
         assert not torch.distributed.is_initialized()

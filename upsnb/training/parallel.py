@@ -162,6 +162,8 @@ def shard(module: nn.Module, parts: Iterable[nn.Module], ranks: Ranks, dtype: to
         dtype: the autocast dtype; None gathers float32.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    for parameter in module.parameters():  # it takes no others, and some lie in memory as they are multiplied
+        parameter.data = parameter.data.contiguous()
     # Nothing here writes into what a part returned, and encoders and decoders return views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
