@@ -115,10 +115,10 @@ def test_phases_that_lose_fail_or_cannot_run_say_so_beside_their_promise(phases_
 def test_phases_name_machine_versions_date_and_the_set_to_use(phases_report):
     text = readme.phases(phases_report)
     versions = hardware.versions()["torch"]
-    assert f"2 cores of an a laptop, torch {versions}, {phases_report['date']};" in text
+    assert f"UPS, 2 cores of an a laptop, torch {versions}, {phases_report['date']};" in text
     assert "Recommended: compile, 1.50 [1.50, 1.50] times the baseline; rests on turns." in text
     gpu = {**phases_report, "hardware": {**LAPTOP.as_dict(), "device": "cuda", "device_name": "H"}, "settings": {}}
-    assert readme.phases(gpu).startswith("1 x H, torch")
+    assert readme.phases(gpu).startswith("UPS, 1 x H, torch")
 
 
 def test_a_rehearsal_says_so_and_promises_stand_beside_what_was_measured(scaling_report):

@@ -1,11 +1,15 @@
 """The ladder: what is measured against what, and a recommendation that rests on measurements alone."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
-from upsnb import overlays
+from upsnb import hardware, overlays
 from upsnb.compare import ladder, ladder_figures
-from upsnb.errors import ConfigError
+from upsnb.compare.turns import Turns
+from upsnb.errors import ConfigError, RunError
 from upsnb.hardware import Hardware
 from upsnb.phases import BY_NAME, is_on, setting
 
@@ -119,7 +123,7 @@ def test_the_summary_recommends_nothing_where_nothing_gained():
     nothing = recommended(changes={}, basis="nothing beat it", tried=[{"change": "compile"}])
     said = ladder.summary({**report, "recommended": nothing})
     assert "Recommended: the baseline, because nothing beat it." in said
-    assert "Recommended" not in ladder.summary({**report, "recommended": {**nothing, "tried": []}}), "not searched"
+    assert "ecommended" not in ladder.summary({**report, "recommended": ladder.NOTHING})
     assert "bf16: promised 1.2, no steady step in its turns" in said and "None" not in said
 
 
@@ -134,6 +138,63 @@ def test_failed_and_skipped_phases_stand_in_table_and_figure_with_the_reason():
     figure = ladder_figures.promise_and_measurement(report)
     written = [text.get_text() for ax in figure.axes for text in ax.texts]
     assert "failed" in written and "not possible here" in written and "0.80" in written
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """`measure(broken, minutes)`: two phases measured by made-up runs, of which the one in `broken` does not start."""
+
+    def make(broken="", minutes=0.0):
+        def start(config, folder):
+            if folder.name == broken:
+                raise RunError(f"{folder}: rank 0 raised ValueError\nand more")
+            return SimpleNamespace(end=lambda: None)
+
+        def beside(reference, config, folder, *arguments):
+            ratio = {"median": 1.5, "ci95": [1.4, 1.6], "num_rounds": 3}
+            return {"ratio": ratio, "memory_gib": 1.0, "reference_memory_gib": 1.0}
+
+        monkeypatch.setattr(Turns, "start", start)
+        monkeypatch.setattr(ladder, "measure_beside", beside)
+        monkeypatch.setattr(hardware, "detect", lambda: LAPTOP)
+        base = overlays.resolve({"training.device": "cpu"})
+        chosen = ["compile", "bf16"]
+        return ladder.measure(base, tmp_path, chosen=chosen, minutes=minutes, log=lambda text: None)
+
+    return make
+
+
+def test_a_full_set_that_does_not_start_takes_nothing_else_with_it(measure):
+    report = measure("full-set")
+    assert {row["phase"]: row["ratio"]["median"] for row in report["alone"]} == {"compile": 1.5, "bf16": 1.5}
+    assert report["ladder"] and all("failed" not in row for row in report["ladder"])
+    assert {row["failed"].splitlines()[0].partition(": ")[0] for row in report["leave_one_out"]} == {
+        "the full set did not start"
+    }
+    assert "rank 0 raised ValueError" in ladder.summary(report) and "and more" not in ladder.summary(report)
+    assert "did not start" in ladder_figures.table(report).to_string()
+    ladder_figures.promise_and_measurement(report)
+
+
+def test_nothing_is_measured_beside_a_baseline_that_does_not_start(measure):
+    with pytest.raises(RunError, match="rank 0 raised ValueError"):
+        measure("baseline")
+
+
+@pytest.mark.parametrize("error", [RunError("the run died\nand more"), KeyboardInterrupt()], ids=["failed", "stopped"])
+def test_a_search_that_ends_badly_leaves_what_was_measured_before(measure, monkeypatch, tmp_path, error):
+    def search(*arguments):
+        raise error
+
+    monkeypatch.setattr(ladder, "recommend", search)
+    if isinstance(error, RunError):
+        report = measure(minutes=1.0)
+        assert ladder.recommended(report) == "Nothing is recommended: the search failed: the run died."
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            measure(minutes=1.0)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert [row["ratio"]["median"] for row in written["alone"]] == [1.5, 1.5]
 
 
 def test_a_search_that_trained_nothing_is_a_table_too():

@@ -15,10 +15,10 @@ import yaml
 
 from upsnb import hardware, overlays, phases
 from upsnb.compare.search import recommend, told
-from upsnb.compare.turns import ENDLESS, Turns, measure_beside
+from upsnb.compare.turns import ENDLESS, Turns, measure_beside, ratio_of_turns
 from upsnb.compare.verdict import last_score
 from upsnb.config import RunConfig, setting
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, RunError
 from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
 from upsnb.report.file import factor, finish, number
@@ -28,6 +28,7 @@ from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "phases"
 BASELINE, FULL = "baseline", "full set"
+NOTHING = {"changes": {}, "ratio": None, "basis": "nothing was searched", "refused": {}, "tried": []}
 BATCH = "batch"  # the entry that is no phase: what the recipe changes along with phases, by itself
 KINDS = ("alone", "ladder", "leave_one_out")  # of rows
 TITLES = {"alone": "alone", "ladder": "added in order", "leave_one_out": "what it adds to the full set"}
@@ -99,6 +100,8 @@ def measure(
 ) -> dict:
     """Measure all entries of `plan` and recommend a set; the report, also written to `report.json`.
 
+    What was measured is written before the search begins, which takes longest and may be interrupted or fail.
+
     Args:
         block_s: length of a turn; every entry takes `rounds` of them against its reference, A B B A.
         quality_epochs: length of the trainings that accuracy is compared by; 0: only in the search, from 1 on.
@@ -119,19 +122,22 @@ def measure(
             rows += [measured.row(entry) for entry in left_out]
     finally:
         measured.close()
-    chosen_set = {"changes": {}, "ratio": None, "basis": "nothing was searched", "refused": {}, "tried": []}
-    if minutes:
-        chosen_set = recommend(off, folder / "search", minutes, max(quality_epochs, 1), log)
     report = {
         "format": FORMAT,
         "kind": KIND,
         "baseline": measured.results[BASELINE],
         **{kind: [row for row in rows if row["kind"] == kind] for kind in KINDS},
         "skipped": skipped,
-        "recommended": chosen_set,
+        "recommended": NOTHING,
         "settings": overlays.difference(RunConfig(), off),
         "num_ranks": off.training.num_gpus,
     }
+    finish(report, folder)
+    if minutes:
+        try:
+            report["recommended"] = recommend(off, folder / "search", minutes, max(quality_epochs, 1), log)
+        except RunError as error:
+            report["recommended"] = {**NOTHING, "basis": f"the search failed: {str(error).splitlines()[0]}"}
     return finish(report, folder)
 
 
@@ -141,15 +147,25 @@ class Measurements:
     def __init__(self, folder: Path, block_s: float, rounds: int, quality_epochs: int, log: Callable[[str], None]):
         self.folder, self.block_s, self.rounds, self.log = folder, block_s, rounds, log
         self.quality_epochs = quality_epochs
-        self.references: dict[str, tuple[Turns, RunConfig]] = {}
+        self.references: dict[str, tuple[Turns | str, RunConfig]] = {}  # or why one did not start
         self.results: dict[str, dict] = {}
         self.quality_of: dict[str, float | None] = {}  # by config: the same one is trained once
 
     def reference(self, name: str, config: RunConfig) -> None:
-        """Start what others are measured against."""
-        turns = Turns.start(overlays.apply(config, ENDLESS), self.folder / "runs" / name.replace(" ", "-"))
+        """Start what others are measured against; without the full set the rest stays what it is.
+
+        Raises:
+            RunError: the baseline does not start.
+        """
+        try:
+            turns = Turns.start(overlays.apply(config, ENDLESS), self.folder / "runs" / name.replace(" ", "-"))
+        except RunError as error:
+            if name == BASELINE:
+                raise
+            turns = f"the {name} did not start: {error}"
         self.references[name] = turns, config
-        self.results[name] = {"memory_gib": None, "val_nrmse": self._quality(config, name)}
+        quality = None if isinstance(turns, str) else self._quality(config, name)
+        self.results[name] = {"memory_gib": None, "val_nrmse": quality}
 
     def row(self, entry: Entry) -> dict:
         """Throughput, memory and accuracy of one entry beside its reference's; or why it failed."""
@@ -165,6 +181,8 @@ class Measurements:
             "source": promised and promised.source,
             "changes": overlays.difference(reference_config, entry.config),
         }
+        if isinstance(reference, str):
+            return row | {"ratio": ratio_of_turns([], "it", "reference"), "failed": reference}
         folder, inverse = self.folder / "runs" / name, entry.against == FULL
         row |= measure_beside(reference, entry.config, folder, self.block_s, self.rounds, inverse)
         if "failed" in row:
@@ -190,17 +208,18 @@ class Measurements:
     def close(self) -> None:
         """End what still waits."""
         for turns, _ in self.references.values():
-            turns.end()
+            if not isinstance(turns, str):
+                turns.end()
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
 
 
 def recommended(report: dict) -> str:
-    """The set to use on this machine, in a sentence; empty where none was searched for."""
+    """The set to use on this machine, or why there is none, in a sentence; empty where none was searched for."""
     chosen = report["recommended"]
     if not chosen["changes"] and not chosen.get("tried", True):
-        return ""
+        return "" if chosen["basis"] == NOTHING["basis"] else f"Nothing is recommended: {chosen['basis']}."
     if not chosen["changes"]:
         return f"Recommended: the baseline, because {chosen['basis']}."
     gain = factor(chosen["ratio"])
