@@ -17,6 +17,7 @@ from upsnb.memory import plan
 from upsnb.profile import report as profiling
 from upsnb.runs import runfolder
 
+PROJECT = runfolder.project_root()
 PARAMETERS = "preset = ''\n" + "\n".join(f"{name} = {{}}" for name in RunConfig.model_fields) + "\nrun_folder = ''"
 CHECK = "from upsnb import overlays\nconfig = overlays.from_notebook(globals())"
 REPORT = {
@@ -253,6 +254,21 @@ def test_section_the_notebook_does_not_know_is_refused(tmp_path):
 def execute(*arguments, cwd) -> subprocess.CompletedProcess:
     call = [sys.executable, "-m", "upsnb", "run", *map(str, arguments)]
     return subprocess.run(call, cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("named", ["01_train", "notebooks/01_train.ipynb", str(PROJECT / "notebooks/01_train.ipynb")])
+def test_a_notebook_is_found_by_its_path_and_those_of_the_project_by_their_names(named, monkeypatch, tmp_path):
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setattr(command, "_execute", lambda given, *arguments: found.append(given))
+    found = []
+    assert command.main(["run", named, "-p", "preset=smoke", "-o", str(tmp_path / "run")]) == command.OK
+    assert found == [PROJECT / "notebooks/01_train.ipynb"]
+
+
+def test_a_notebook_that_is_not_there_is_refused_with_those_that_are(capsys):
+    assert command.main(["run", "01_trian"]) == command.REFUSED
+    said = capsys.readouterr().err
+    assert "01_trian: no such notebook -> there are" in said and "notebooks/01_train.ipynb" in said
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "check the parameters, execute a notebook, print what it reached",
         lambda args: run(args.notebook, args.file, args.param, args.output),
     )
-    ran.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb")
+    ran.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb, or 01_train")
     ran.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
     ran.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
     ran.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="run folder (a new one under outputs/)")
@@ -239,8 +239,9 @@ def _stop_runs(folder: Path, stopped: list[Path]) -> list[Path]:
 
 
 def _find_notebook(notebook: Path) -> Path:
-    if notebook.is_file():
-        return notebook.absolute()
+    ours = runfolder.project_root() / f"notebooks/{notebook}.ipynb"  # `01_train` means it
+    if found := [path for path in (notebook, ours) if path.is_file()]:
+        return found[0].absolute()
     known = sorted(as_typed(path) for path in (runfolder.project_root() / "notebooks").glob("*.ipynb"))
     raise RunError(f"{notebook}: no such notebook -> there are {', '.join(known) or 'none in notebooks/'}")
 
