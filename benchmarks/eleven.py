@@ -1,0 +1,98 @@
+"""PDEBench's eleven families, five minutes each: UPS by its file beside neuraloperator's FNO, on small real files.
+
+    make .neuralop/.installed
+    PYTHONPATH=. .neuralop/bin/python benchmarks/eleven.py ../shared/data/pdebench-small     # two quiet hours
+    ... --only cfd1d cfd2d                                                          # what is known of others stays
+
+UPS trains as `params/family/<name>.yaml` says, compile time within its five minutes; the FNO as
+`params/models/neuralop.yaml` on top of that, in float32 and not compiled, right after it. The last tenth of each file
+is the test split; where that leaks, errors are those of the samples that training has not seen. One seed. Writes
+outputs/reference/eleven/eleven.json.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from keep import save
+
+from upsnb import overlays
+from upsnb.config import RunConfig
+from upsnb.data import audit
+from upsnb.report.figures import read_evaluation
+from upsnb.report.results import references
+from upsnb.runs import handle, runfolder
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = {
+    "advection1d": "1D_Advection_Sols_beta0.4.hdf5",
+    "burgers1d": "1D_Burgers_Sols_Nu0.01.hdf5",
+    "reacdiff1d": "ReacDiff_Nu0.5_Rho1.0.hdf5",
+    "diffsorp1d": "1D_diff-sorp_NA_NA.h5",
+    "cfd1d": "1D_CFD_Rand_Eta0.01_Zeta0.01_periodic_Train.hdf5",
+    "darcy2d": "2D_DarcyFlow_beta1.0_Train.hdf5",
+    "shallowwater2d": "2D_rdb_NA_NA.h5",
+    "diffreact2d": "2D_diff-react_NA_NA.h5",
+    "cfd2d": "2D_CFD_Rand_M0.1_Eta0.01_Zeta0.01_periodic_48_Train.hdf5",
+    "incompressible2d": "ns_incom_inhom_2d_48-3.h5",
+    "cfd3d": "3D_CFD_Rand_M1.0_Eta1e-08_Zeta1e-08_periodic_Train.hdf5",
+}
+MODELS, TIME_S = ("ups", "neuralop"), 300.0
+PLAIN = {"training.compile": False, "training.amp": False}  # complex weights have no halves, and kernels do not pay
+SCORES = ("nrmse_mean", "nrmse_median", "nrmse_p90", "rollout_nrmse_mean", "rollout_nrmse_median", "rollout_nrmse_p90")
+
+
+def settings(family: str, model: str, data: Path, time_s: float) -> RunConfig:
+    """A family's file with its real data, and another model on top of it."""
+    own = {
+        "data.root": str(data.absolute()),
+        f"data.datasets.{family}.files": [FILES[family]],
+        "training.time_limit_s": time_s,
+        "evaluation.checkpoint": "best",
+        "logging.name": f"{family}-{model}",
+    }
+    files = [ROOT / f"params/family/{family}.yaml"]
+    if model != "ups":
+        files, own = [*files, ROOT / f"params/models/{model}.yaml"], own | PLAIN
+    return overlays.load(*files, overrides=own)
+
+
+def reached(config: RunConfig, folder: Path) -> dict:
+    """What one training came to on the test split."""
+    run = handle.start(config, folder)
+    run.wait()
+    ((_, splits),) = read_evaluation(folder, run.events())["datasets"].items()
+    result, steps = splits["test"], run.events(("step",))
+    judged = audit.judging(result)
+    return {
+        **{score: judged[score] for score in SCORES if score in judged},
+        "num_samples": judged["num_samples"],
+        "per_channel": result["per_channel"],
+        "references": references(result),
+        "steps": steps[-1]["step"],
+        "parameters": run.events(("start",))[-1]["parameters"],
+        "leaks": "leak" in result,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="where PDEBench's small files are")
+    parser.add_argument("--only", nargs="+", choices=FILES, default=list(FILES), metavar="FAMILY")
+    parser.add_argument("--time", type=float, default=TIME_S, help="training of each model [s]")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/eleven/eleven.json")
+    args = parser.parse_args()
+    known = json.loads(args.output.read_text())["families"] if args.output.exists() else {}
+    work = runfolder.new_folder("eleven")
+    for family in args.only:
+        known[family] = {"time_s": args.time}
+        for model in MODELS:
+            config = settings(family, model, args.data, args.time)
+            known[family][model] = row = reached(config, work / f"{family}-{model}")
+            error = row.get("rollout_nrmse_mean", row["nrmse_mean"])
+            print(f"{family}, {model}: nRMSE {error:.4g}, beside {row['references']}", flush=True)
+        save({"format": 1, "kind": "eleven", "families": known}, args.output)
+
+
+if __name__ == "__main__":
+    main()
