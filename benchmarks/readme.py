@@ -112,8 +112,9 @@ def facts() -> str:
 
 
 def phases(report: Mapping) -> str:
-    """One machine's phases, and what to use there."""
-    head = f"{where(report)}; samples/s over the baseline's [95 % interval]:"
+    """One machine's and model's phases, and what to use there."""
+    model = report["settings"].get("model.build", "UPS").rpartition(":")[2]
+    head = f"{model}, {where(report)}; samples/s over the baseline's [95 % interval]:"
     return "\n\n".join(filter(None, (head, markdown(ladder_figures.table(report)), ladder.recommended(report))))
 
 
@@ -147,6 +148,41 @@ def leaderboard(report: Mapping) -> str:
         shown = both[[column for column in ON_THE_BOARD if column in both]]
         told += [f"**{name}**", markdown(shown.rename_axis("model").reset_index())]
     return "\n\n".join((head, *told))
+
+
+def wrapper(report: Mapping) -> str:
+    """What a step of the workbench takes beside one written by hand."""
+    rows = [
+        {
+            "model": model,
+            "dataset": name,
+            "step by hand [ms]": f"{1e3 / median(found['steps_per_s']['by hand']):.1f}",
+            "in the workbench, times": "{:.3f} [{:.3f}, {:.3f}]".format(
+                found["cost"]["median"], *found["cost"]["ci95"]
+            ),
+        }
+        for model, each in report["models"].items()
+        for name, found in each.items()
+    ]
+    return f"{where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
+
+
+def finetune(report: Mapping) -> str:
+    """What training through several calls reached, beside the same time on one call."""
+    rows = [
+        {
+            "data": family,
+            "training": arm,
+            "rollout nRMSE, median": f"{median(rolled):.4g}",
+            "of each seed": ", ".join(f"{value:.4g}" for value in rolled),
+            "one call": f"{median(row['nrmse'] for row in mine):.4g}",
+            "steps": f"{median(row['steps'] for row in mine):,}",
+        }
+        for family, each in report["families"].items()
+        for arm in dict.fromkeys(row["arm"] for row in each)
+        if (mine := [row for row in each if row["arm"] == arm]) and (rolled := [row["rollout_nrmse"] for row in mine])
+    ]
+    return f"{report['time_s']:g} s for each training, {where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
 
 
 def profile(report: Mapping) -> str:
@@ -343,6 +379,8 @@ SECTIONS = {
     "compare": lambda: of_each(compare, "compare"),
     "scaling": lambda: of_each(scalings, "scaling"),
     "leaderboard": lambda: of_each(leaderboard, "leaderboard"),
+    "finetune": lambda: of_each(finetune, "finetune"),
+    "wrapper": lambda: wrapper(read("wrapper/wrapper.json")),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),
     "overheads": overheads,

@@ -12,10 +12,10 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from upsnb import plain_yaml
@@ -40,6 +40,7 @@ from upsnb.values import (
 )
 
 FORMAT = 1  # version of the saved config.yaml
+OPERATOR = "operator"  # the first stage
 
 
 class GenerateConfig(Section):
@@ -252,6 +253,7 @@ class StageConfig(Section):
     """One training stage."""
 
     epochs: NonNegativeInt = 0  # passes over the largest dataset, mixed uniformly; 0: the stage is left out
+    time_limit_s: PositiveFloat | None = None  # wall time of the stage; empty: training.time_limit_s [s]
     optimizer: OptimizerConfig | None = None  # empty: the top-level optimizer
     scheduler: SchedulerConfig = SchedulerConfig()
 
@@ -262,10 +264,17 @@ class OperatorStageConfig(StageConfig):
     epochs: PositiveInt = 10  # passes over the largest dataset, mixed uniformly
 
 
+class FinetuneStageConfig(StageConfig):
+    """The operator trained on, through calls that are fed by those before: what any later stage has to beat."""
+
+    unroll: Annotated[int, Field(ge=2, le=64)] = 4  # calls in a row at its end; it begins with two
+
+
 class StagesConfig(Section):
     """Training stages in their order."""
 
     operator: OperatorStageConfig = OperatorStageConfig()
+    finetune: FinetuneStageConfig = FinetuneStageConfig()
     diff_residual: StageConfig = StageConfig()
     consistency_distill: StageConfig = StageConfig()
 
@@ -356,6 +365,14 @@ class RunConfig(Section):
         if problems:
             raise ConfigError(problems)
         return self
+
+    def calls(self, stage: str = OPERATOR) -> int:
+        """How many calls in a row, each fed by the one before, a stage trains through at most."""
+        return max(getattr(getattr(self.stages, stage), "unroll", 1), 2 if self.training.lambda_rollout > 0 else 1)
+
+    def limit_s(self, stage: str = OPERATOR) -> float | None:
+        """Wall time after which the clock ends a stage [s]."""
+        return getattr(self.stages, stage).time_limit_s or self.training.time_limit_s
 
 
 # -- reading and writing -------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ LOADER = (  # what the order, the size or the way of batches depends on
     "training.prefetch_factor",
     "training.pin_memory",
     "training.lambda_rollout",
+    "stages.finetune.unroll",
     "data.mixing",
     "data.residency",
     "data.max_resident_gib",

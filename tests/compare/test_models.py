@@ -69,6 +69,7 @@ def test_a_model_keeps_what_all_share_and_adds_its_own(tiny_config):
         ([], {"model.build": "upsnb.models.nowhere:Net"}, 5.0, "model.build: "),
         ([], {"training": {"time_limit_s": 50.0}}, 5.0, "training.time_limit_s: all models share it -> "),
         ([], {"data.datasets.darcy.augment": True}, 5.0, "data.datasets.darcy.augment: all models share it -> "),
+        ([], {"stages.finetune.epochs": 1}, 5.0, "stages.finetune: would train for longer than the others -> "),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_trains(tiny_config, others, yours, limit, said):

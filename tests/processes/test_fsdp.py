@@ -348,7 +348,8 @@ FNO |= {"training.lambda_inv_enc": 0.0, "training.query_sampling.num_queries": N
 def test_one_sharded_rank_is_a_whole_run(tiny_config, train_here, tmp_path, model):
     found = {}
     for sharded in (False, True):
-        settings = {**COMMON, "optimizer.name": "adamw", "training.use_fsdp2": sharded, "operator.pdet.depth": 1, **model}
+        settings = {**COMMON, "optimizer.name": "adamw", "operator.pdet.depth": 1, **model}
+        settings["training.use_fsdp2"] = sharded
         folder = tmp_path / str(sharded)
         events = alone(tiny_config(**settings), folder, train_here)
         assert not torch.distributed.is_initialized()

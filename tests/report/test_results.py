@@ -44,6 +44,7 @@ KEYS = {
         "data_wait_share",
     ),
     *("memory_kind", "hardware", "versions", "code_revision", "date", "seeds", "num_launches", "verdicts", "settings"),
+    "stages",
 }
 
 

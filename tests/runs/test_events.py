@@ -8,6 +8,7 @@ import pytest
 from made_runs import finished, make_event
 
 from upsnb.compare import figures, verdict
+from upsnb.config import StagesConfig
 from upsnb.errors import RunError
 from upsnb.report import results
 from upsnb.runs import events, postmortem, recovery, runfolder, table, throughput
@@ -60,7 +61,11 @@ def read_by_all(run, told: list[dict]) -> None:
     history.read()
     for axis in ("step", "time"):
         charts.svg(history, axis, True)
-    html.header(history, "a run", "running", None, 2, 1.0, None), html.flips(history, {}), html.warning(history)
+    (
+        html.header(history, "a run", "running", None, StagesConfig(), 1.0, None),
+        html.flips(history, {}),
+        html.warning(history),
+    )
     [history.answer(revision, "bf16") for revision in range(7)]
     with contextlib.suppress(RunError):  # without a validation there is nothing to compare
         verdict.run_summary(run, results.run_numbers(run), 1.0)

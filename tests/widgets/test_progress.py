@@ -4,7 +4,9 @@ import re
 
 from made_runs import END, START, step
 
-from upsnb.widgets import progress
+from upsnb.config import StagesConfig
+from upsnb.widgets import html, progress
+from upsnb.widgets.history import History
 
 
 def test_progress_prints_means_every_few_seconds_and_validation_when_it_comes():
@@ -24,6 +26,24 @@ def test_progress_prints_means_every_few_seconds_and_validation_when_it_comes():
         "ended by time after 10 s of training",
     ]
     assert len(lines) == 6
+
+
+def test_a_later_stage_has_a_name_and_a_clock_of_its_own(tmp_path):
+    lines: list[str] = []
+    follow = progress.Progress(lines.append)
+    began = {"stage": "finetune", "stage_from_step": 1000, "stage_from_s": 100.0, "total_steps": 1200}
+    start = {"kind": "start", "step": 1000, **START, **began, "time_limit_s": None}
+    follow(start)
+    assert lines[0].startswith("finetune: 1,234 parameters")
+    assert progress.progress(start, 1050, 110.0) == (0.25, 30.0)
+    assert progress.progress({**start, "time_limit_s": 20.0}, 1050, 110.0) == (0.5, 10.0)
+    stages = StagesConfig(finetune={"epochs": 7})
+    shown = History(tmp_path)
+    shown.start = start
+    header = html.header(shown, "a run", "running", None, stages, 0.0, None)
+    assert "<b>finetune</b>, stage 2 of 2" in header and "of 7<" in header
+    alone = html.header(shown, "a run", "running", None, StagesConfig(), 0.0, None)
+    assert "stage" not in alone, "a run of one stage needs no name for it"
 
 
 def test_progress_says_what_was_changed_and_what_was_refused():

@@ -263,6 +263,8 @@ def test_the_reference_is_read_between_its_validations_and_not_beyond(tiny_confi
     curve = guard_policies.Reference(overlay["guards.validation_reference"], tiny_config())
     assert curve.at("darcy", 2) == pytest.approx(0.75)
     assert curve.at("darcy", 4) is None and curve.at("darcy", 0.5) is None and curve.at("burgers", 2) is None
+    later = guard_policies.Reference(overlay["guards.validation_reference"], tiny_config(), "finetune")
+    assert later.at("darcy", 2) is None, "epochs of another stage are no epochs of this one"
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "other data"])

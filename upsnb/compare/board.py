@@ -120,10 +120,10 @@ def machine(config: RunConfig, manifest: Mapping) -> str:
 
 
 def budget(config: RunConfig, manifest: Mapping) -> str:
-    """What a run was allowed to spend: passes over the data, and by the clock so much time on that machine."""
+    """What a run was allowed to spend in all stages: passes over the data, and by the clock time on that machine."""
     epochs = " + ".join(f"{getattr(config.stages, name).epochs} epochs" for name in config.stages.planned)
-    limit_s = config.training.time_limit_s
-    return epochs if limit_s is None else f"{limit_s:g} s on {machine(config, manifest)}, at most {epochs}"
+    limits = [config.limit_s(name) for name in config.stages.planned]
+    return epochs if None in limits else f"{sum(limits):g} s on {machine(config, manifest)}, at most {epochs}"
 
 
 def protocol(terms: str, datasets: Mapping[str, dict]) -> dict[str, str | int]:

@@ -59,6 +59,9 @@ def plan(base: RunConfig, others: Sequence[str], yours: Mapping | None = None) -
         if stray := [path for path in flat if f"{path}.".startswith(SHARED)]:
             raise ConfigError([f"{path}: all models share it -> set it for all of them" for path in stray], name)
         configs[name] = overlays.apply(base, {**flat, **BY_THE_CLOCK}, name)
+        if later := configs[name].stages.planned[1:]:
+            found = f"stages.{later[0]}: would train for longer than the others -> leave it out"
+            raise ConfigError([found], name)
         chosen.find(configs[name])
     return configs
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from upsnb import hardware
-from upsnb.config import RunConfig
+from upsnb.config import OPERATOR, RunConfig
 from upsnb.data import symmetries
 from upsnb.data.datasets import Dataset
 from upsnb.errors import DataError
@@ -71,12 +71,12 @@ class Schedule:
     them out differently still train on the same data.
     """
 
-    def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int):
+    def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int, stage=OPERATOR):
         training = config.training
         self.seed, self.rank, self.batch_size = training.seed, rank, training.batch_size
         self.mixing = config.data.mixing
         self.global_size = training.batch_size * world_size
-        calls = 2 if training.lambda_rollout > 0 else 1
+        calls = config.calls(stage)
         self.pairs = {name: dataset.pairs("train", calls) for name, dataset in datasets.items()}
         for name, pairs in self.pairs.items():
             if len(pairs) < self.global_size:
@@ -238,12 +238,13 @@ class Loader:
         world_size: int,
         device,
         before: Loader | None = None,
+        stage: str = OPERATOR,
     ):
         """`before`: a loader of the same datasets, whose resident data is taken over."""
         self.datasets, self.config, self.device = datasets, config, torch.device(device)
-        self.schedule = Schedule(datasets, config, rank, world_size)
+        self.schedule = Schedule(datasets, config, rank, world_size, stage)
         self.shares = self.schedule.shares(0, {})  # of the epoch that was asked for last
-        self.calls = 2 if config.training.lambda_rollout > 0 else 1
+        self.calls = config.calls(stage)
         self.residency = residency(datasets, config)
         resident = self.residency == "device"
         self.reader = None

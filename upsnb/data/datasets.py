@@ -223,7 +223,7 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
             found = f"{chosen.num_samples} were asked for and {path.name} holds {count}"
             log(f"warning: data.datasets.{name}.num_samples: {found} -> all of them are taken")
     frames = np.arange(0, source.num_times, config.training.time_stride)
-    calls = 2 if config.training.lambda_rollout > 0 else 1
+    calls = max(map(config.calls, config.stages.planned))
     if family.time_dependent:
         needed = max(
             chosen.input_frames + calls * chosen.output_frames, max(family.given_frames, chosen.input_frames) + 1

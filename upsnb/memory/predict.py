@@ -55,15 +55,18 @@ class Footprint:
 class Rehearsal:
     """A rank's model, losses and optimizers as a run builds them, and steps on fields of zeros.
 
-    Under fake tensors or on real ones alike. One small step comes first, because it creates the optimizers' state.
+    Under fake tensors or on real ones alike, in the stage with most calls in a row. One small step comes first, because
+    it creates the optimizers' state.
     """
 
     def __init__(self, config: RunConfig, root: Path, device: torch.device):
         self.config, self.device = config, device
         self.outlines = outlines(config, root)
-        training = config.training
+        training, stage = config.training, max(config.stages.planned, key=config.calls)
+        self.calls = config.calls(stage)
         with device:  # fake tensors cannot be moved in place
-            objective = stages.build(config, self.outlines)
+            objective = stages.build(config, self.outlines, stage)
+        objective.progress = 1.0
         objective.generator = generator = torch.Generator(device).manual_seed(training.seed)
         model = objective.model
         self.setup = Setup(
@@ -73,12 +76,13 @@ class Rehearsal:
             loader=None,
             model=model,
             loss=objective,
-            optimizers=build_optimizers(model, config),
+            optimizers=build_optimizers(model, config, stage),
             # float16's scaler holds two numbers; and a step that it skips, as it may the first, would make no state
             scaler=torch.amp.GradScaler(device.type, enabled=False),
             ema=optimizers.Ema(model, training.ema_decay) if training.ema_decay else None,
-            plateau=optimizers.Plateau(stages.settings(config, stages.OPERATOR).scheduler),
+            plateau=optimizers.Plateau(stages.settings(config, stage).scheduler),
             generator=generator,
+            stage=stage,
         )
         self.resident: list[Tensor] = []
         if residency(self.outlines, config) == "device":
@@ -99,9 +103,9 @@ class Rehearsal:
             self._ledger.mark(MARKS[name])
 
     def _batch(self, name: str, size: int, turn: int = 0) -> Batch:
-        spec, calls = self.outlines[name].spec, 2 if self.config.training.lambda_rollout > 0 else 1
+        spec = self.outlines[name].spec
         inputs = (size, spec.input_frames, spec.input_channels, *spec.grid_shape)
-        targets = (size, calls * spec.output_frames, spec.output_channels, *spec.grid_shape)
+        targets = (size, self.calls * spec.output_frames, spec.output_channels, *spec.grid_shape)
         fields = [torch.zeros(shape, device=self.device) for shape in (inputs, targets, (size, spec.num_parameters))]
         return Batch(name, *fields, seed=0, turn=turn)
 

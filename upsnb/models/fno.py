@@ -42,8 +42,9 @@ class FourierBlock(nn.Module):
 
 
 def product(waves: Tensor, spectral: Tensor) -> Tensor:
-    """Each wave's matrix on its channels, in real numbers: (B, W, *kept) complex and (W, W', *kept, 2) to (B, W', *kept).
+    """Each wave's matrix on its channels, in real numbers.
 
+    (B, W, *kept) complex and (W, W', *kept, 2) to (B, W', *kept) complex.
     Torch multiplies batches of conjugated complex matrices one by one, which was half of a step on two CPU cores.
     """
     kept = waves.shape[2:]

@@ -32,6 +32,10 @@ class Surrogate(nn.Module, ABC):
         for name, spec in specs.items():
             for key in STATISTICS:
                 self._constant(f"{name}_{key}", torch.tensor(getattr(spec, key)))
+            for side in ("input", "output"):
+                self._constant(
+                    f"{name}_{side}_zero", -self.constant(name, f"{side}_mean") / self.constant(name, f"{side}_std")
+                )
 
     def _constant(self, name: str, value: Tensor) -> None:
         self.register_buffer(f"constant_{name}", value.float(), persistent=False)
@@ -43,7 +47,7 @@ class Surrogate(nn.Module, ABC):
 
     def normalised_zero(self, name: str, num_dims: int, side: str = "output") -> Tensor:
         """Where a physical zero lies in normalised units, (C, 1, ...) before so many axes of space."""
-        return -self.constant(name, f"{side}_mean", num_dims) / self.constant(name, f"{side}_std", num_dims)
+        return self.constant(name, f"{side}_zero", num_dims)
 
     # -- what a model writes ------------------------------------------------------------------------------------------
 

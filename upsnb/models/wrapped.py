@@ -29,6 +29,8 @@ class Wrapped(Surrogate):
         named = inspect.signature(network.forward).parameters
         self.passed = tuple(name for name in PASSED if name in named)
         self.networks = nn.ModuleDict({name: construct(network, spec, config) for name, spec in specs.items()})
+        for name, spec in specs.items() if "grid" in self.passed else ():
+            self._constant(f"{name}_grid", _places(spec.grid_shape))
 
     def state_dict(self, *arguments, **options):
         """Tensors only: neuraloperator's models put their own arguments beside them."""
@@ -45,7 +47,8 @@ class Wrapped(Surrogate):
             z = torch.cat((z, constants.expand(-1, -1, *grid)), dim=1)
         given = {"parameters": parameters, "dt": relative_dt}
         if "grid" in self.passed:
-            places = grid_points(grid, x.device).T.reshape(1, -1, *grid).expand(len(x), -1, *grid)
+            trained = grid == spec.grid_shape
+            places = (self.constant(name, "grid") if trained else _places(grid, x.device)).expand(len(x), -1, *grid)
             given["grid"] = places.movedim(1, -1) if last else places
         given = {key: given[key] for key in self.passed}
         change = self._frames(name, self.networks[name](z.movedim(1, -1) if last else z, **given), grid)
@@ -102,6 +105,11 @@ class Wrapped(Surrogate):
             wide = [parameter for parameter in network.parameters() if parameter.ndim >= 2]
             ends |= {*wide[:1], *wide[-1:]}
         return [matrix for matrix in super().matrices() if matrix not in ends]
+
+
+def _places(grid: tuple[int, ...], device=None) -> Tensor:
+    """Unit coordinates of a grid's cells as channels, (1, S, *grid)."""
+    return grid_points(grid, device).T.reshape(1, -1, *grid)
 
 
 def construct(network: type[nn.Module], spec: DatasetSpec, config: ModelConfig) -> nn.Module:

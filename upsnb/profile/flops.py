@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from upsnb import overlays
-from upsnb.config import RunConfig
+from upsnb.config import OPERATOR, RunConfig
 from upsnb.data.batches import Batch
 from upsnb.data.datasets import Dataset
 from upsnb.models.surrogate import set_attention
 from upsnb.training import stages
-from upsnb.training.losses import active_terms, turn
+from upsnb.training.losses import turn
 from upsnb.training.precision import amp_dtype
 from upsnb.training.timing import elapsed_ms, mark
 
@@ -41,24 +41,34 @@ COPIED = 2**25  # float32 values, 128 MiB: more than most caches hold
 BURST_S = 0.1  # time for one size
 
 
-def flops_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, float]:
-    """Forward and backward of one rank's microbatch by dataset, mean over a turn of the losses."""
-    return _per_microbatch(config, datasets, None, "math", count)
+def flops_per_microbatch(
+    config: RunConfig, datasets: dict[str, Dataset], stage: str = OPERATOR, progress: float = 0.0
+) -> dict[str, float]:
+    """Forward and backward of one rank's microbatch by dataset, mean over a turn of the losses, here in a stage."""
+    return _per_microbatch(config, datasets, (stage, progress), None, "math", count)
 
 
-def bytes_per_microbatch(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, float]:
+def bytes_per_microbatch(
+    config: RunConfig, datasets: dict[str, Dataset], stage: str = OPERATOR, progress: float = 0.0
+) -> dict[str, float]:
     """The same of the bytes that what is counted has to read and write, in the step's dtype."""
-    return _per_microbatch(config, datasets, amp_dtype(config), "sdpa", count_bytes)
+    return _per_microbatch(config, datasets, (stage, progress), amp_dtype(config), "sdpa", count_bytes)
 
 
 def _per_microbatch(
-    config: RunConfig, datasets: dict[str, Dataset], dtype: torch.dtype | None, attention: str, counter: Callable
+    config: RunConfig,
+    datasets: dict[str, Dataset],
+    where: tuple[str, float],
+    dtype: torch.dtype | None,
+    attention: str,
+    counter: Callable,
 ) -> dict[str, float]:
     """Counted on fake tensors: in a second, on any machine, without memory or the model that trains."""
-    plain, counts = overlays.apply(config, PLAIN), {}
-    training, calls = plain.training, 2 if plain.training.lambda_rollout > 0 else 1
+    plain, counts, (stage, progress) = overlays.apply(config, PLAIN), {}, where
+    training, calls = plain.training, plain.calls(stage)
     with FakeTensorMode():
-        loss = stages.build(plain, datasets)
+        loss = stages.build(plain, datasets, stage)
+        loss.progress = progress
         set_attention(loss.model.blocks(), attention)
         loss.generator = torch.Generator()
         for name, dataset in datasets.items():
@@ -67,7 +77,7 @@ def _per_microbatch(
             targets = (training.batch_size, calls * spec.output_frames, spec.output_channels, *spec.grid_shape)
             shapes = (inputs, targets, (training.batch_size, spec.num_parameters))
             batch = Batch(name, *(torch.zeros(shape) for shape in shapes), seed=0)
-            chosen = [active_terms(training, ESTABLISHED, number) for number in range(turn(training))]
+            chosen = [loss.weights(ESTABLISHED, number) for number in range(turn(training))]
             for weights in chosen:
                 if tuple(weights) not in found:
                     found[tuple(weights)] = counter(lambda b=batch, w=weights: loss(b, w, dtype)[0])

@@ -151,9 +151,10 @@ class Profiler:
             self.profile.export_chrome_trace(str(path))
             record["trace"] = trace.read(path, self.num_traced)
             if self.ranks.rank == 0:  # the same for all
+                where = self.config, self.setup.datasets, self.setup.stage, self.setup.objective.progress
                 for kind, counted in (
-                    ("flops", counting.flops_per_microbatch(self.config, self.setup.datasets)),
-                    ("product_bytes", counting.bytes_per_microbatch(self.config, self.setup.datasets)),
+                    ("flops", counting.flops_per_microbatch(*where)),
+                    ("product_bytes", counting.bytes_per_microbatch(*where)),
                 ):
                     mean = sum(counted[name] * share for name, share in self.setup.loader.shares.items())
                     record[f"{kind}_per_step"] = mean * self.config.training.accum_steps

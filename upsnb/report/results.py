@@ -70,6 +70,7 @@ def run_numbers(run: Run) -> dict:
         "epochs": end.get("epochs"),
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
+        "stages": _stages(events),
         "loss": fall([step["loss"] for step in steps]),
         "compile_s": _total(events, "compile", "duration_s"),
         "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
@@ -86,6 +87,23 @@ def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
     said = [event for event in events if event["kind"] == "start" or (event["kind"] == "flip" and event["applied"])]
     started = names_on(config)
     return said[-1].get("phases_on", started) if said else started
+
+
+def _stages(events: list[dict]) -> list[dict]:
+    """How long each stage trained, how fast, and how its last validation found it."""
+    found, before = [], {"step": 0, "time_s": 0.0}
+    for stage in dict.fromkeys(event["stage"] for event in events if event["kind"] == "step"):
+        of_stage = [event for event in events if event["stage"] == stage]
+        last = [event for event in of_stage if event["kind"] == "step"][-1]
+        validated = [event["val_nrmse"] for event in of_stage if event["kind"] == "eval"]
+        known = {"stage": stage, "steps": last["step"] - before["step"]}
+        known |= {
+            "train_time_s": round(last["time_s"] - before["time_s"], 3),
+            "samples_per_s": steady_throughput(of_stage),
+        }
+        found.append(known | {"val_nrmse": validated[-1] if validated else {}})
+        before = last
+    return found
 
 
 def _scalar_metrics(evaluation: dict) -> dict:
@@ -243,7 +261,7 @@ def costs(report: dict) -> str:
     speed, skipped = report.get("samples_per_s") or {}, report.get("phases_skipped") or {}
     low, high = speed.get("ci95") or (None, None)
     memory = f" ({report['memory_kind']})" if report.get("memory_kind") else ""
-    overall = report.get("overall_samples_per_s")
+    overall, stages = report.get("overall_samples_per_s"), report.get("stages") or []
     lines = [
         f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
         f"{number(report.get('parameters'))} parameters, trained {number(report.get('train_time_s'))} s"
@@ -252,10 +270,19 @@ def costs(report: dict) -> str:
         + (f", {number(overall)} overall" if overall else ""),
         f"first step after {number(report.get('time_to_first_step_s'))} s, "
         f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",
+        *(_of_stage(stage) for stage in stages if len(stages) > 1),
         f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
         *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
     ]
     return "\n".join(lines)
+
+
+def _of_stage(known: dict) -> str:
+    errors = ", ".join(f"{name} {number(error)}" for name, error in known["val_nrmse"].items()) or "not measured"
+    return (
+        f"stage {known['stage']}: {known['steps']} steps in {number(known['train_time_s'])} s, "
+        f"{number(known['samples_per_s']['median'])} samples/s; validation nRMSE at its end: {errors}"
+    )
 
 
 def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:

@@ -52,6 +52,8 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
         "datasets": dict[str, TypedDict("StartDataset", {"pairs": Count})],
         "phases_on": NotRequired[list[str]],
         "total_steps": _or(Count | None, None),
+        "stage_from_step": _or(Count, 0),
+        "stage_from_s": _or(Least0, 0.0),
         "time_limit_s": _or(Least0 | None, None),
         "build_s": _or(dict[str, Number], {}),
     },

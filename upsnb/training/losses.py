@@ -6,6 +6,7 @@ relative to the target, or in units of the training split's standard deviation.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 
@@ -50,13 +51,17 @@ def turn(training: TrainingConfig) -> int:
     return math.lcm(training.inverse_loss_frequency, *training.loss_frequency.values())
 
 
-def relative_error(prediction: Tensor, target: Tensor) -> Tensor:
+def relative_error(prediction: Tensor, target: Tensor, zero: Tensor | None = None) -> Tensor:
     """Mean over batch, frames and channels of |error| / |target|, norms over space: PDEBench's nRMSE.
 
     (B, T, C, ...) -> scalar. Targets that are zero everywhere count with a norm of 1e-6.
+
+    Args:
+        zero: (C, 1, ...) where a physical zero lies, from which norms of targets are measured.
     """
     error = (prediction - target).flatten(3).norm(dim=-1)
-    return (error / target.flatten(3).norm(dim=-1).clamp_min(1e-6)).mean()
+    size = (target if zero is None else target - zero).flatten(3).norm(dim=-1)
+    return (error / size.clamp_min(1e-6)).mean()
 
 
 def spectral_error(prediction: Tensor, target: Tensor, num_dims: int) -> Tensor:
@@ -120,8 +125,13 @@ class Objective(nn.Module, ABC):
         self.generator: torch.Generator | None = None  # of input noise, each rank's own
         # DDP averages once every parameter has a gradient, and a microbatch of one dataset uses one codec.
         self.touch_all = False
+        self.progress = 0.0  # of the stage, 0 to 1
         # FSDP2 averages what earlier microbatches left in the backward of a later one, so there has to be one.
         self.touch_any = False
+
+    def weights(self, step: int, microbatch: int) -> dict[str, float]:
+        """Those of the terms that a microbatch computes, as `active_terms` says. May be written."""
+        return active_terms(self.config, step, microbatch)
 
     @abstractmethod
     def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
@@ -149,7 +159,7 @@ class Objective(nn.Module, ABC):
         """
         Args:
             batch: physical fields on the device.
-            weights: from `active_terms`.
+            weights: from `weights`.
             amp_dtype: autocast dtype of the networks, None for float32.
         Returns:
             total loss (scalar), {term: value} detached and unweighted.
@@ -157,8 +167,9 @@ class Objective(nn.Module, ABC):
         device = next(self.model.parameters()).device
         with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             terms = self.terms(batch, weights)
+        weighted = [value if weights[term] == 1 else weights[term] * value for term, value in terms.items()]
         # a tensor even where no term acts on this dataset in this microbatch
-        total = sum((weights[term] * value for term, value in terms.items()), torch.zeros((), device=device))
+        total = functools.reduce(torch.add, weighted) if weighted else torch.zeros((), device=device)
         if self.touch_all:
             unreached = self.unreached({(batch.dataset, term) for term in terms})
             parameters = (p for module in unreached for p in module.parameters())
@@ -194,6 +205,17 @@ class FieldObjective(Objective):
     ON_GRID = frozenset({"spectral", "rollout", "conservation"})  # not at sampled points alone
     GRAPHS = ("direct_terms", "inverse_terms")
     forecast = Forecast
+    unroll = 0  # calls in a row that a stage ends with, which is for nothing but them; 0: as `lambda_rollout` says
+
+    @property
+    def calls(self) -> int:
+        """In a row where `rollout` acts: two, and in a stage of unrolled calls more from part to part of it."""
+        return max(2, min(self.unroll, 2 + int(self.progress * (self.unroll - 1))))
+
+    def weights(self, step: int, microbatch: int) -> dict[str, float]:
+        """In a stage of unrolled calls, each call's error counts like the first one's."""
+        weights = super().weights(step, microbatch)
+        return weights | {"rollout": (self.calls - 1) * weights.get("relative", 1.0)} if self.unroll else weights
 
     def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
         name, spec, x = batch.dataset, self.model.specs[batch.dataset], batch.inputs
@@ -205,6 +227,7 @@ class FieldObjective(Objective):
         terms, known = self.direct_terms(
             name,
             tuple(term for term in active if term not in INVERSE_TERMS),
+            self.calls,
             inverse,  # of the config, not of this microbatch: one graph for both
             (x, batch.targets, batch.parameters, noise),
             points,
@@ -215,11 +238,12 @@ class FieldObjective(Objective):
         return terms
 
     def direct_terms(
-        self, name: str, active: tuple[str, ...], inverse: bool, fields: tuple, points: Tensor | None
+        self, name: str, active: tuple[str, ...], calls: int, inverse: bool, fields: tuple, points: Tensor | None
     ) -> tuple[dict[str, Tensor], tuple]:
         """One forecast, and all its terms but the inverse ones.
 
         Args:
+            calls: in a row, for `rollout`.
             inverse: whether to return what `inverse_terms` is given.
             fields: physical inputs, targets and parameters of a microbatch, and noise to add to the normalised inputs.
             points: (Q, S) unit coordinates that fields are compared at, None for the grid.
@@ -235,7 +259,7 @@ class FieldObjective(Objective):
         grid_y = forecast.at() if points is None or self.ON_GRID.intersection(active) else None
         terms = self._latent_terms(forecast, active, target)
         if "rollout" in active:
-            terms["rollout"] = self._second_call(targets, forecast, grid_y)
+            terms["rollout"] = self._later_calls(targets, forecast, grid_y, calls)
         y, y_target = grid_y, target
         if points is not None:
             y, y_target = forecast.at(points), sample_at(target, points, spec.periodic)
@@ -279,7 +303,7 @@ class FieldObjective(Objective):
         terms = {}
         if "relative" in active:  # in physical units: the mean belongs to the norm
             zero = self.model.normalised_zero(name, y.dim() - 3)
-            terms["relative"] = relative_error(y - zero, target - zero)
+            terms["relative"] = relative_error(y, target, zero)
         if "field" in active:
             terms["field"] = (y - target).square().mean()
         if "positivity" in active:
@@ -296,13 +320,14 @@ class FieldObjective(Objective):
             terms["conservation"] = (y.mean(space) - x[:, -1:, : y.shape[2]].mean(space)).square().mean()
         return terms
 
-    def _second_call(self, targets: Tensor, forecast: Forecast, y: Tensor) -> Tensor:
-        """Relative error of the next forecast, fed by the first one's output."""
-        name, model = forecast.name, self.model
-        spec = model.specs[name]
-        again = forecast.next(model.next_inputs(name, forecast.x, y.float())).at()
-        following = targets[:, spec.output_frames : 2 * spec.output_frames]
-        return relative_error(model.denormalise(name, again.float()), following)
+    def _later_calls(self, targets: Tensor, forecast: Forecast, y: Tensor, calls: int) -> Tensor:
+        """Mean relative error of the forecasts after the first one, each fed by what came out before it."""
+        name, model, errors = forecast.name, self.model, []
+        for target in targets.split(model.specs[name].output_frames, dim=1)[1:calls]:
+            forecast = forecast.next(model.next_inputs(name, forecast.x, y.float()))
+            y = forecast.at()
+            errors.append(relative_error(model.denormalise(name, y.float()), target))
+        return torch.stack(errors).mean()
 
 
 class LatentForecast(Forecast):
@@ -354,7 +379,7 @@ class UPSObjective(FieldObjective):
         if "inv_enc" in active:
             again = model.reconstruct(name, z, tuple(x.shape[3:]))
             zero = model.normalised_zero(name, x.dim() - 3, "input")
-            terms["inv_enc"] = relative_error(again.float() - zero, x - zero)
+            terms["inv_enc"] = relative_error(again.float(), x, zero)
         if "inv_dec" in active:
             grid_y = model.reconstruct_or_decode(name, advanced, x) if grid_y is None else grid_y
             terms["inv_dec"] = latent_error(model.encode(name, model.next_inputs(name, x, grid_y)), advanced)

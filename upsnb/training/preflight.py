@@ -24,7 +24,7 @@ from upsnb.hardware import Hardware
 from upsnb.models.surrogate import Surrogate, count_parameters
 from upsnb.phases import Phase, Verdict
 from upsnb.training import precision, stages
-from upsnb.training.losses import Objective, active_terms
+from upsnb.training.losses import Objective
 
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 BATCH, FEWEST = 2, 16  # fields of one trial; points that no axis of a thinned grid falls below
@@ -145,7 +145,7 @@ def _predict(model: Surrogate, name: str, grid: tuple[int, ...]) -> Tensor:
 
 def _examine_dataset(objective: Objective, config: RunConfig, name: str, grid, found: Findings) -> Tensor | None:
     """Shapes, finite values, one answer to one question, which is returned; gradients are left in place."""
-    model, spec, training = objective.model, objective.model.specs[name], config.training
+    model, spec = objective.model, objective.model.specs[name]
     answer, again = (_predict(model, name, grid) for _ in range(2))
     right = (BATCH, spec.output_frames, spec.output_channels, *grid)
     if tuple(answer.shape) != right:
@@ -158,8 +158,8 @@ def _examine_dataset(objective: Objective, config: RunConfig, name: str, grid, f
             f"{model.called}: the same field of {name} gives two answers in evaluation mode -> draw random numbers "
             "only where self.training is set, or validation is noise"
         )
-    batch = _fields(model, name, grid, 2 if training.lambda_rollout > 0 else 1)
-    weights = active_terms(training, ESTABLISHED, 0)
+    batch = _fields(model, name, grid, config.calls())
+    weights = objective.weights(ESTABLISHED, 0)
     objective.train()
     total, _ = objective(batch, weights, None)
     if total.requires_grad:

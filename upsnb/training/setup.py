@@ -26,7 +26,7 @@ from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
 from upsnb.training import checkpoint, compiling, optimizers, parallel, precision, preflight, stages
-from upsnb.training.losses import Objective, active_terms, turn
+from upsnb.training.losses import Objective, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
 
@@ -98,7 +98,7 @@ class Setup:
             build_s[part] = round(time.perf_counter() - started - sum(build_s.values()), 3)
 
         datasets = open_datasets(config, root, ranks, log)
-        loader = Loader(datasets, config, ranks.rank, ranks.world_size, device)
+        loader = Loader(datasets, config, ranks.rank, ranks.world_size, device, stage=stage)
         lap("data")
         objective = stages.build(config, datasets, stage, weights).to(device)
         model = objective.model
@@ -150,7 +150,8 @@ class Setup:
 
         training, ranks = new.training, self.ranks
         if touches(*LOADER):  # first, because it may refuse: too few pairs for a larger batch
-            self.loader = Loader(self.datasets, new, ranks.rank, ranks.world_size, ranks.device, self.loader)
+            here = ranks.rank, ranks.world_size, ranks.device
+            self.loader = Loader(self.datasets, new, *here, before=self.loader, stage=self.stage)
         if touches("operator.pdet."):
             surrogate.set_checkpointing(self.model.blocks(), new.operator.pdet)
             surrogate.set_attention(self.model.blocks(), new.operator.pdet.attention)
@@ -164,6 +165,8 @@ class Setup:
         if touches("optimizer", f"stages.{self.stage}.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
         self.objective.config = training
+        if touches("stages.finetune.unroll") and self.stage == "finetune":
+            self.objective.unroll = new.stages.finetune.unroll
         self.config = new
 
     @property
@@ -202,7 +205,7 @@ class Setup:
 
     def set_learning_rate(self, progress: float) -> float:
         """Bring all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""
-        training = self.config.training
+        training, self.objective.progress = self.config.training, progress
         batch = training.batch_size * training.accum_steps * self.ranks.world_size
         factor = optimizers.learning_rate_factor(stages.settings(self.config, self.stage).scheduler, progress)
         factor *= optimizers.batch_factor(stages.optimizer(self.config, self.stage), batch)
@@ -222,7 +225,7 @@ class Setup:
         totals, terms, computed = [], {}, set()
         for number, batch in enumerate(batches):
             # By dataset: counted over all of them, "every second" might always be the same dataset's.
-            weights = active_terms(training, step, batch.turn)
+            weights = self.objective.weights(step, batch.turn)
             averages = number == len(batches) - 1 or not training.no_sync
             self.objective.touch_all = averages and self.ranks.world_size > 1 and not training.use_fsdp2
             with parallel.synchronising(self.loss, averages):
@@ -234,7 +237,7 @@ class Setup:
         if self.ranks.world_size > 1 or training.use_fsdp2 or training.compile:  # optimizers must not step on zeros
             for unreached in self.objective.unreached(computed):
                 unreached.zero_grad(set_to_none=True)
-        means = torch.stack([torch.stack(values).mean() for values in (totals, *terms.values())])
+        means = torch.stack([_mean(values) for values in (totals, *terms.values())])
         if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
             torch.distributed.all_reduce(means)
             means /= self.ranks.world_size
@@ -309,8 +312,8 @@ class Setup:
             if device.type == "cuda":
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.random.fork_rng([device] if device.type == "cuda" else []), alone, compiling.keep_graphs():
-                training = self.config.training
-                chosen = [active_terms(training, 2**31, number) for number in range(turn(training))]  # past warm-up
+                count = turn(self.config.training)
+                chosen = [self.objective.weights(2**31, number) for number in range(count)]  # past warm-up
                 sets = {tuple(weights): weights for weights in chosen}.values()
                 for batch, weights in itertools.product(self.loader.peek(), sets):
                     for parameter in parameters:
@@ -381,6 +384,10 @@ class Setup:
             self.generator.set_state(random["generator"].cpu())
             if self.ranks.device.type == "cuda":
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).mean() if len(values) > 1 else values[0]
 
 
 def build_optimizers(model: Surrogate, config: RunConfig, stage: str = stages.OPERATOR) -> list[torch.optim.Optimizer]:

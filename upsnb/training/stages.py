@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from upsnb.config import OptimizerConfig, RunConfig, StageConfig
+from upsnb.config import OPERATOR, OptimizerConfig, RunConfig, StageConfig
 from upsnb.data.datasets import Dataset, Outline
 from upsnb.errors import ConfigError, Problem
 from upsnb.models import chosen
@@ -22,16 +22,27 @@ from upsnb.training.losses import FieldObjective, Objective, UPSObjective
 
 Datasets = Mapping[str, Dataset | Outline]
 Stage = Callable[[RunConfig, Datasets, Surrogate | None], Objective]
-OPERATOR = "operator"
 
 
 def operator(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
     """The surrogate that `model.build` names, trained on one call, and on its latents where it has any."""
     model = chosen.build(config, {name: dataset.spec for name, dataset in datasets.items()})
+    return _of_fields(model, config)
+
+
+def finetune(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
+    """The same model trained on through several calls in a row, against the errors that a rollout feeds itself."""
+    objective = _of_fields(before, config)
+    objective.unroll = config.stages.finetune.unroll
+    return objective
+
+
+def _of_fields(model: Surrogate, config: RunConfig) -> FieldObjective:
     return (UPSObjective if isinstance(model, UPS) else FieldObjective)(model, config.training)
 
 
-STAGES: dict[str, Stage] = {OPERATOR: operator}  # the settings of each, and their order: config.StagesConfig
+# the settings of each, and their order: config.StagesConfig
+STAGES: dict[str, Stage] = {OPERATOR: operator, "finetune": finetune}
 
 
 def build(

@@ -10,6 +10,7 @@ import zipfile
 from html import escape
 from pathlib import Path
 
+from upsnb.config import StagesConfig
 from upsnb.phases import Phase, label
 from upsnb.report import figures
 from upsnb.widgets.history import Flip, History, letter, plain
@@ -65,7 +66,7 @@ def header(
     name: str,
     status: str,
     cause: str | None,
-    epochs: int,
+    stages: StagesConfig,
     dollars_per_h: float,
     compiling_s: float | None,
 ) -> str:
@@ -82,8 +83,12 @@ def header(
     wall_s = history.wall_s(alive)
     facts = []
     if start:
-        ranks = start["num_ranks"]
+        ranks, planned = start["num_ranks"], stages.planned
+        stage = start["stage"] if start.get("stage") in planned else planned[0]
+        epochs, place = getattr(stages, stage).epochs, planned.index(stage) + 1
         facts.append(f"<b>{escape(str(ranks))}</b> {'rank' if ranks == 1 else 'ranks'} on {escape(start['device'])}")
+        if len(planned) > 1:
+            facts.append(f"<b>{escape(stage)}</b>, stage {place} of {len(planned)}")
         facts.append(f"epoch <b>{min(history.epoch + 1, epochs):,}</b> of {epochs:,}")
         facts.append(f"step <b>{history.step:,}</b>")
     if history.num_launches > 1:

@@ -392,11 +392,11 @@ class Panel:
             return events
 
     def _draw(self) -> None:
-        name, epochs = self.run.folder.name, self.asking.config.stages.operator.epochs
+        name, stages = self.run.folder.name, self.asking.config.stages
         since = [b["time"] for b in runfolder.read_heartbeats(self.run.folder).values() if b["state"] == "compiling"]
         compiling_s = time.time() - min(since) if since and self.status == "running" else None
         price = self._dollars_per_h()
-        self._head.value = html.header(self.history, name, self.status, self.cause, epochs, price, compiling_s)
+        self._head.value = html.header(self.history, name, self.status, self.cause, stages, price, compiling_s)
         question = self._question[0] if self._question else ""
         answer = self.history.answer(*self._awaited) if self._awaited else ""
         if compiling_s is not None:

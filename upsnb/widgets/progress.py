@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from upsnb.config import OPERATOR
+
 EVERY_S = 5.0  # between two lines at first
 SLOWER = 0.03  # of the time so far: a night of training prints a few hundred lines, not ten thousand
 
@@ -95,13 +97,15 @@ class Progress:
 
 
 def progress(start: dict, step: int, time_s: float) -> tuple[float, float]:
-    """(share done, seconds of training left); the clock or the last epoch ends training, whichever is first.
+    """(share of the stage done, seconds of it left); the clock or the last epoch ends it, whichever is first.
 
     Args:
-        start: the launch's `start` event.
+        start: the latest `start` event, of a launch or of a stage.
+        step: done in all stages, like `time_s`.
     """
-    total, limit = start.get("total_steps"), start.get("time_limit_s")
-    by_steps, by_clock = step / total if total else 0.0, time_s / limit if limit else 0.0
+    total, limit, from_step = start.get("total_steps"), start.get("time_limit_s"), start.get("stage_from_step", 0)
+    step, time_s = step - from_step, time_s - start.get("stage_from_s", 0.0)
+    by_steps, by_clock = step / (total - from_step) if total else 0.0, time_s / limit if limit else 0.0
     left = [time_s * (1 / by_steps - 1)] if by_steps else []
     left += [limit - time_s] if limit else []
     return min(max(by_steps, by_clock), 1.0), max(min(left, default=math.inf), 0.0)
@@ -130,8 +134,9 @@ def _settings(changes: dict) -> str:
 
 def _greeting(start: dict) -> str:
     pairs = ", ".join(f"{name} {found['pairs']:,}" for name, found in start["datasets"].items())
+    stage = f"{start['stage']}: " * (start.get("stage") not in (None, OPERATOR))
     return (
-        f"{start['parameters']:,} parameters on {start['num_ranks']} x {start['device']}, "
+        f"{stage}{start['parameters']:,} parameters on {start['num_ranks']} x {start['device']}, "
         f"{start['samples_per_step']} samples a step; training pairs: {pairs}"
     )
 

@@ -73,7 +73,8 @@ class Flips:
             cold = cold_changes(old, new)
             if cold:
                 hardware.check_runnable(new, hardware.detect())
-                Schedule(self.setup.datasets, new, 0, new.training.num_gpus)  # refuses ranks without enough pairs
+                ranks = 0, new.training.num_gpus
+                Schedule(self.setup.datasets, new, *ranks, self.setup.stage)  # refuses ranks without enough pairs
             else:
                 self.setup.update(new)
         except Exception as error:  # whatever it was, the run must go on as it did before

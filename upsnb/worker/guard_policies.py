@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from upsnb import config as configs
-from upsnb.config import GuardsConfig, RunConfig
+from upsnb.config import OPERATOR, GuardsConfig, RunConfig
 from upsnb.errors import ConfigError
 from upsnb.runs import recovery, runfolder
 
@@ -95,9 +95,9 @@ def overhead(event: dict) -> tuple[float, float, float] | None:
 
 
 class Reference:
-    """Validation errors of another run, by epoch: the same samples seen, whatever a step holds."""
+    """Validation errors of another run in the same stage, by epoch: the same samples seen, whatever a step holds."""
 
-    def __init__(self, named: str, config: RunConfig):
+    def __init__(self, named: str, config: RunConfig, stage: str = OPERATOR):
         """
         Raises:
             ConfigError: the folder is no run, has no validation, or its run was validated on other data.
@@ -114,6 +114,8 @@ class Reference:
             raise ConfigError([f"{setting}: the run in {folder} was validated on other data -> name one on the same"])
         self.curves: dict[str, dict[float, float]] = {}
         for event in evals:
+            if (event["stage"] or OPERATOR) != stage:  # older ones name none
+                continue
             for name, value in event["val_nrmse"].items():
                 self.curves.setdefault(name, {})[event["epoch"]] = math.inf if value is None else value
 

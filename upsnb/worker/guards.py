@@ -267,5 +267,5 @@ class Guards:
         if named is None:
             return None
         if self.reference is None or self.reference.named != named:
-            self.reference = Reference(named, self.config)
+            self.reference = Reference(named, self.config, self.setup.stage)
         return self.reference

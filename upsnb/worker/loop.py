@@ -172,7 +172,9 @@ class Loop:
             parameters=count_parameters(setup.model),
             operator_parameters=parameters_by_part(setup.model)["operator"],
             total_steps=self.total_steps,
-            time_limit_s=self.config.training.time_limit_s,
+            stage_from_step=self.position.stage_from_step,
+            stage_from_s=self.position.stage_from_s,
+            time_limit_s=self.config.limit_s(setup.stage),
             samples_per_step=self.samples_per_step,
             residency=setup.loader.residency,
             num_threads=torch.get_num_threads(),
@@ -293,7 +295,7 @@ class Loop:
 
     def _progress(self) -> tuple[float, bool]:
         """How far the stage is, 0 to 1, by epochs or by the clock; and whether the clock says that it is over."""
-        limit = self.config.training.time_limit_s
+        limit = self.config.limit_s(self.setup.stage)
         turns = self.position.microbatch / self.setup.loader.schedule.num_microbatches
         by_epochs = (self.position.epoch + turns) / self.stage.epochs
         by_clock = (self._elapsed() - self.position.stage_from_s) / limit if limit else 0.0
