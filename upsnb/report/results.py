@@ -281,7 +281,7 @@ def _of_stage(known: dict) -> str:
     errors = ", ".join(f"{name} {number(error)}" for name, error in known["val_nrmse"].items()) or "not measured"
     return (
         f"stage {known['stage']}: {known['steps']} steps in {number(known['train_time_s'])} s, "
-        f"{number(known['samples_per_s']['median'])} samples/s; validation nRMSE at its end: {errors}"
+        f"{number(known['samples_per_s']['median'])} samples/s; its last validation nRMSE: {errors}"
     )
 
 
