@@ -147,7 +147,9 @@ class Measurements:
     def __init__(self, folder: Path, block_s: float, rounds: int, quality_epochs: int, log: Callable[[str], None]):
         self.folder, self.block_s, self.rounds, self.log = folder, block_s, rounds, log
         self.quality_epochs = quality_epochs
-        self.references: dict[str, tuple[Turns | str, RunConfig]] = {}  # or why one did not start
+        self.configs: dict[str, RunConfig] = {}  # of what others are measured against
+        self.references: dict[str, Turns] = {}  # those that started
+        self.missing: dict[str, str] = {}  # why another did not
         self.results: dict[str, dict] = {}
         self.quality_of: dict[str, float | None] = {}  # by config: the same one is trained once
 
@@ -157,21 +159,22 @@ class Measurements:
         Raises:
             RunError: the baseline does not start.
         """
+        self.configs[name], self.results[name] = config, {"memory_gib": None, "val_nrmse": None}
         try:
-            turns = Turns.start(overlays.apply(config, ENDLESS), self.folder / "runs" / name.replace(" ", "-"))
+            own = self.folder / "runs" / name.replace(" ", "-")
+            self.references[name] = Turns.start(overlays.apply(config, ENDLESS), own)
         except RunError as error:
             if name == BASELINE:
                 raise
-            turns = f"the {name} did not start: {error}"
-        self.references[name] = turns, config
-        quality = None if isinstance(turns, str) else self._quality(config, name)
-        self.results[name] = {"memory_gib": None, "val_nrmse": quality}
+            self.missing[name] = f"the {name} did not start: {error}"
+            return
+        self.results[name]["val_nrmse"] = self._quality(config, name)
 
     def row(self, entry: Entry) -> dict:
         """Throughput, memory and accuracy of one entry beside its reference's; or why it failed."""
         name = f"{entry.kind}-{entry.phase}".replace(" ", "-")
         self.log(f"{entry.kind}: {entry.phase}")
-        (reference, reference_config), against = self.references[entry.against], self.results[entry.against]
+        against = self.results[entry.against]
         promised = getattr(phases.BY_NAME.get(entry.phase), "expected", None)
         row = {
             "kind": entry.kind,
@@ -179,10 +182,11 @@ class Measurements:
             "against": entry.against,
             "promised": promised and (promised.cumulative if entry.kind == "ladder" else promised.factor),
             "source": promised and promised.source,
-            "changes": overlays.difference(reference_config, entry.config),
+            "changes": overlays.difference(self.configs[entry.against], entry.config),
         }
-        if isinstance(reference, str):
-            return row | {"ratio": ratio_of_turns([], "it", "reference"), "failed": reference}
+        if why := self.missing.get(entry.against):
+            return row | {"ratio": ratio_of_turns([], "it", "reference"), "failed": why}
+        reference = self.references[entry.against]
         folder, inverse = self.folder / "runs" / name, entry.against == FULL
         row |= measure_beside(reference, entry.config, folder, self.block_s, self.rounds, inverse)
         if "failed" in row:
@@ -207,9 +211,8 @@ class Measurements:
 
     def close(self) -> None:
         """End what still waits."""
-        for turns, _ in self.references.values():
-            if not isinstance(turns, str):
-                turns.end()
+        for turns in self.references.values():
+            turns.end()
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
