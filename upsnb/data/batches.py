@@ -71,7 +71,9 @@ class Schedule:
     them out differently still train on the same data.
     """
 
-    def __init__(self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int, stage=OPERATOR):
+    def __init__(
+        self, datasets: dict[str, Dataset], config: RunConfig, rank: int, world_size: int, stage: str = OPERATOR
+    ):
         training = config.training
         self.seed, self.rank, self.batch_size = training.seed, rank, training.batch_size
         self.mixing = config.data.mixing

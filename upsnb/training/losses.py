@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from upsnb.config import TrainingConfig
+from upsnb.config import StageConfig, TrainingConfig
 from upsnb.data.batches import Batch
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.surrogate import Surrogate
@@ -118,6 +118,7 @@ class Objective(nn.Module, ABC):
     # Methods that are compiled, model and losses as one graph. They draw no noise and read no settings: what they are
     # given besides tensors chooses the graph. Without any, the model's own parts are compiled.
     GRAPHS: tuple[str, ...] = ()
+    stage = StageConfig()  # settings of the stage that is trained; kept up to date, like `config`
 
     def __init__(self, model: Surrogate, config: TrainingConfig):
         super().__init__()
@@ -205,7 +206,11 @@ class FieldObjective(Objective):
     ON_GRID = frozenset({"spectral", "rollout", "conservation"})  # not at sampled points alone
     GRAPHS = ("direct_terms", "inverse_terms")
     forecast = Forecast
-    unroll = 0  # calls in a row that a stage ends with, which is for nothing but them; 0: as `lambda_rollout` says
+
+    @property
+    def unroll(self) -> int:
+        """Calls in a row that a stage ends with which is for nothing but them, 0 in any other."""
+        return getattr(self.stage, "unroll", 0)
 
     @property
     def calls(self) -> int:
@@ -227,7 +232,7 @@ class FieldObjective(Objective):
         terms, known = self.direct_terms(
             name,
             tuple(term for term in active if term not in INVERSE_TERMS),
-            self.calls,
+            self.calls if "rollout" in active else 1,  # or a static dataset's graph is made again for each number
             inverse,  # of the config, not of this microbatch: one graph for both
             (x, batch.targets, batch.parameters, noise),
             points,

@@ -164,9 +164,7 @@ class Setup:
         self.tf32.set(training.tf32)
         if touches("optimizer", f"stages.{self.stage}.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
-        self.objective.config = training
-        if touches("stages.finetune.unroll") and self.stage == "finetune":
-            self.objective.unroll = new.stages.finetune.unroll
+        self.objective.config, self.objective.stage = training, stages.settings(new, self.stage)
         self.config = new
 
     @property
@@ -204,7 +202,7 @@ class Setup:
         self.optimizers = made
 
     def set_learning_rate(self, progress: float) -> float:
-        """Bring all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""
+        """Bring losses and all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""
         training, self.objective.progress = self.config.training, progress
         batch = training.batch_size * training.accum_steps * self.ranks.world_size
         factor = optimizers.learning_rate_factor(stages.settings(self.config, self.stage).scheduler, progress)

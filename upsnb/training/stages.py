@@ -32,9 +32,7 @@ def operator(config: RunConfig, datasets: Datasets, before: Surrogate | None) ->
 
 def finetune(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
     """The same model trained on through several calls in a row, against the errors that a rollout feeds itself."""
-    objective = _of_fields(before, config)
-    objective.unroll = config.stages.finetune.unroll
-    return objective
+    return _of_fields(before, config)
 
 
 def _of_fields(model: Surrogate, config: RunConfig) -> FieldObjective:
@@ -60,6 +58,7 @@ def build(
         if name == stage and weights is not None:
             before.load_state_dict(weights)
         objective = STAGES[name](config, datasets, before)
+        objective.stage = settings(config, name)
         before = objective.model
         if name == stage:
             break
