@@ -347,9 +347,12 @@ def minutes(name: str, reference: Path = REFERENCE) -> list[str]:
 
 
 def given(executed: Mapping) -> list[str]:
-    """What an executed notebook was given: a params file by its name, unless it is the notebook's own, and the rest."""
+    """What an executed notebook was given: params files by name, but not the notebook's own, and the rest."""
     passed = {**executed["metadata"]["papermill"]["parameters"]}
     sections = overlays.flatten({key: passed.pop(key) for key in RunConfig.model_fields if key in passed})
+    models = {path.stem: overlays.read(path) for path in (ROOT / "params/models").glob("*.yaml")}
+    models = {name: overlays.flatten(values) for name, values in models.items()}
+    above = [name for name, flat in models.items() if all(sections.get(key, ...) == flat[key] for key in flat)]
     (cell,) = (cell for cell in executed["cells"] if "parameters" in cell["metadata"].get("tags", ()))
     own = re.search(r"^preset.*= \"(.*?)\"", "".join(cell["source"]), re.MULTILINE)[1]
     files = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "params").glob("*.yaml")}
@@ -358,7 +361,11 @@ def given(executed: Mapping) -> list[str]:
         for name, values in files.items()
     }
     rest = {
-        name: {key: value for key, value in sections.items() if flat.get(key, ...) != value}
+        name: {
+            key: value
+            for key, value in sections.items()
+            if flat.get(key, ...) != value and not any(key in models[model] for model in above)
+        }
         for name, flat in known.items()
         if flat.keys() <= sections.keys()
     }
@@ -366,7 +373,7 @@ def given(executed: Mapping) -> list[str]:
     more = {key.rpartition(".")[2]: value for key, value in rest[name].items() if key != "logging.name"}
     more |= {key: value for key, value in passed.items() if key not in overlays.PARAMETERS}
     said = [f"{len(v)} {k[:-1] if len(v) == 1 else k}" if isinstance(v, list) else f"{k} {v}" for k, v in more.items()]
-    return [name] * (name not in ("", own)) + (said if len(said) <= MOST_SETTINGS else ["other settings"])
+    return [name] * (name not in ("", own)) + above + (said if len(said) <= MOST_SETTINGS else ["other settings"])
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
