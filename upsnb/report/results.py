@@ -90,9 +90,10 @@ def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
 
 
 def _stages(events: list[dict]) -> list[dict]:
-    """How long each stage trained, how fast, and how its last validation found it."""
+    """How long each stage trained, how fast, and how its last validation found it; nothing where there is only one."""
     found, before = [], {"step": 0, "time_s": 0.0}
-    for stage in dict.fromkeys(event["stage"] for event in events if event["kind"] == "step"):
+    names = dict.fromkeys(event["stage"] for event in events if event["kind"] == "step")
+    for stage in names if len(names) > 1 else ():
         of_stage = [event for event in events if event["stage"] == stage]
         last = [event for event in of_stage if event["kind"] == "step"][-1]
         validated = [event["val_nrmse"] for event in of_stage if event["kind"] == "eval"]
@@ -261,7 +262,7 @@ def costs(report: dict) -> str:
     speed, skipped = report.get("samples_per_s") or {}, report.get("phases_skipped") or {}
     low, high = speed.get("ci95") or (None, None)
     memory = f" ({report['memory_kind']})" if report.get("memory_kind") else ""
-    overall, stages = report.get("overall_samples_per_s"), report.get("stages") or []
+    overall = report.get("overall_samples_per_s")
     lines = [
         f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
         f"{number(report.get('parameters'))} parameters, trained {number(report.get('train_time_s'))} s"
@@ -270,7 +271,7 @@ def costs(report: dict) -> str:
         + (f", {number(overall)} overall" if overall else ""),
         f"first step after {number(report.get('time_to_first_step_s'))} s, "
         f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",
-        *(_of_stage(stage) for stage in stages if len(stages) > 1),
+        *map(_of_stage, report.get("stages") or []),
         f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
         *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
     ]

@@ -134,9 +134,9 @@ def _settings(changes: dict) -> str:
 
 def _greeting(start: dict) -> str:
     pairs = ", ".join(f"{name} {found['pairs']:,}" for name, found in start["datasets"].items())
-    stage = f"{start['stage']}: " if start.get("stage", OPERATOR) not in (None, OPERATOR) else ""
-    return (
-        f"{stage}{start['parameters']:,} parameters on {start['num_ranks']} x {start['device']}, "
+    stage = start.get("stage") or OPERATOR
+    return f"{stage}: " * (stage != OPERATOR) + (
+        f"{start['parameters']:,} parameters on {start['num_ranks']} x {start['device']}, "
         f"{start['samples_per_step']} samples a step; training pairs: {pairs}"
     )
 
