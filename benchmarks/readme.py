@@ -151,15 +151,17 @@ def leaderboard(report: Mapping) -> str:
 
 
 def wrapper(report: Mapping) -> str:
-    """What a step of the workbench takes beside one written by hand."""
+    """What a step through the wrapper and one of the workbench take beside one written by hand."""
+    columns = {"wrapper": "through the wrapper, times", "workbench": "in the workbench, times"}
     rows = [
         {
             "model": model,
             "dataset": name,
             "step by hand [ms]": f"{1e3 / median(found['steps_per_s']['by hand']):.1f}",
-            "in the workbench, times": "{:.3f} [{:.3f}, {:.3f}]".format(
-                found["cost"]["median"], *found["cost"]["ci95"]
-            ),
+            **{
+                column: "{:.3f} [{:.3f}, {:.3f}]".format(found["cost"][side]["median"], *found["cost"][side]["ci95"])
+                for side, column in columns.items()
+            },
         }
         for model, each in report["models"].items()
         for name, found in each.items()

@@ -43,8 +43,8 @@ class Wrapped(Surrogate):
         z = x.flatten(1, 2)
         if self.config.append_parameters:
             appended = (parameters, relative_dt[:, None]) if spec.time_dependent else (parameters,)
-            constants = torch.cat(appended, dim=1).reshape(len(x), -1, *(1,) * len(grid))
-            z = torch.cat((z, constants.expand(-1, -1, *grid)), dim=1)
+            channels = (value.reshape(len(x), -1, *(1,) * len(grid)).expand(-1, -1, *grid) for value in appended)
+            z = torch.cat((z, *channels), dim=1)
         given = {"parameters": parameters, "dt": relative_dt}
         if "grid" in self.passed:
             trained = grid == spec.grid_shape

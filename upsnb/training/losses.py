@@ -165,7 +165,7 @@ class Objective(nn.Module, ABC):
         Returns:
             total loss (scalar), {term: value} detached and unweighted.
         """
-        device = next(self.model.parameters()).device
+        device = batch.inputs.device
         with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             terms = self.terms(batch, weights)
         weighted = [value if weights[term] == 1 else weights[term] * value for term, value in terms.items()]
@@ -292,7 +292,7 @@ class FieldObjective(Objective):
     def _query_points(self, batch: Batch, spec) -> Tensor | None:
         """This microbatch's random query points (Q, S), the same on all ranks; None for the whole grid."""
         sampling = self.config.query_sampling
-        num_points = batch.inputs[0, 0, 0].numel()
+        num_points = math.prod(batch.inputs.shape[3:])
         count = min(sampling.num_queries or num_points, num_points)
         if count == num_points and sampling.jitter == 0:
             return None
