@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HOSTED := .colab/.installed
-NEURALOP := .neuralop/.installed
+EXTRAS := .extras/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -38,10 +38,10 @@ check: $(STAMP)
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
-test: check compiler $(HOSTED) $(NEURALOP)
+test: check compiler $(HOSTED) $(EXTRAS)
 	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto $(BY_FILE)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 2 $(BY_FILE) --durations=10
-	PYTHONPATH="$(CURDIR)" .neuralop/bin/python -m pytest -q tests/neuralop
+	PYTHONPATH="$(CURDIR)" .extras/bin/python -m pytest -q tests/extras
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
 
@@ -51,7 +51,7 @@ abuse: $(STAMP) compiler
 	ABUSE=$(or $(ABUSE),0-) $(BIN)/python -m pytest -q -s tests/abuse
 
 clean:
-	rm -rf $(VENV) .colab .neuralop *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .colab .extras *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: compiler
@@ -73,9 +73,9 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[lab,test]'
 	@touch $@
 
-# What Colab preinstalls, and what the extra neuralop needs, each in front of .venv's other packages; built on that
-# Python, because it takes its torch. Without a pip of their own: installing one takes longer than these.
-$(HOSTED) $(NEURALOP): .%/.installed: tests/%/pins.txt $(STAMP)
+# What Colab preinstalls, and what the extras neuralop and optuna need, each in front of .venv's other packages; built
+# on that Python, because they take its torch. Without a pip of their own: installing one takes longer than these.
+$(HOSTED) $(EXTRAS): .%/.installed: tests/%/pins.txt $(STAMP)
 	@echo "Making .$* with the versions of tests/$*/pins.txt (once)"
 	@rm -rf .$*
 	@$(BIN)/python -m venv --without-pip .$*

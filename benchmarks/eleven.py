@@ -1,7 +1,7 @@
 """PDEBench's eleven families, five minutes each: UPS by its file beside neuraloperator's FNO, on small real files.
 
-    make .neuralop/.installed
-    PYTHONPATH=. .neuralop/bin/python benchmarks/eleven.py ../shared/data/pdebench-small     # two quiet hours
+    make .extras/.installed
+    PYTHONPATH=. .extras/bin/python benchmarks/eleven.py ../shared/data/pdebench-small     # two quiet hours
     ... --only cfd1d cfd2d                                                          # what is known of others stays
 
 UPS trains as `params/family/<name>.yaml` says, compile time within its five minutes; the FNO as

@@ -1,7 +1,7 @@
 """Four models on one leaderboard: UPS, U-Net, FNO and neuraloperator's FNO, five minutes and three seeds each.
 
-    make .neuralop/.installed
-    PYTHONPATH=. .neuralop/bin/python benchmarks/leaderboard.py ../shared/data/pdebench-small    # 80 quiet minutes
+    make .extras/.installed
+    PYTHONPATH=. .extras/bin/python benchmarks/leaderboard.py ../shared/data/pdebench-small    # 80 quiet minutes
 
 The folder holds two small files of PDEBench, advection and Darcy flow, and every model trains on both at once. Before
 that, each is trained for 40 s with its file's learning rates, with half and with twice of them; validation chooses.

@@ -1,7 +1,6 @@
 """A sweep: what its file may say, what it trains, and that it goes on wherever it was ended."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -248,26 +247,6 @@ def test_a_search_trains_what_is_suggested_and_goes_on_with_all_that_it_knows(tm
     trained.errors = {}
     report = sweep.run(planned, tmp_path, log=lambda text: None)
     assert told == [5, 6, 7, 8] and len(report["points"]) == len(trained.asked) - 1 == 8, "one of them twice"
-
-
-def test_optuna_looks_where_errors_are_small():
-    pytest.importorskip("optuna", reason="the extra optuna is not installed")
-    planned = sweep.plan(CONFIG, random=ASKED, draws=40, sampler="optuna")
-
-    def error(point):  # smallest at a learning rate of 0.01 and a depth of 4; some points fail
-        distance = abs(math.log10(point["optimizer.lr"]) + 2) + abs(point["operator.pdet.depth"] - 4) / 4
-        return None if point["operator.pdet.depth"] == 9 else distance
-
-    known = [(point, error(point)) for point in planned.points]
-    while len(known) < planned.draws:
-        point = sweep.suggest(planned.axes, known)
-        assert point == sweep.suggest(planned.axes, known) and point not in [one for one, _ in known]
-        assert 1e-4 <= point["optimizer.lr"] <= 1e-1 and point["operator.pdet.depth"] in range(2, 10)
-        known.append((point, error(point)))
-    early, late = ([found for _, found in part if found is not None] for part in (known[:5], known[-10:]))
-    assert min(late) < min(early) and sum(late) / len(late) < sum(early) / len(early)
-    two = {"num_heads": [2, 4]}
-    assert sweep.suggest(two, [({"num_heads": 2}, 0.1), ({"num_heads": 4}, 0.2)]) is None, "all are known"
 
 
 # -- for real ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from upsnb.runs import runfolder
 from upsnb.training.setup import load_model
 
 # The module within: where tests/ is on the path, this folder counts as a package of that name.
-pytest.importorskip("neuralop.models", reason="neuraloperator is not here -> make test runs this in .neuralop")
+pytest.importorskip("neuralop.models", reason="neuraloperator is not here -> make test runs this in .extras")
 
 
 def test_it_trains_on_lines_and_planes_and_is_saved_as_tensors_alone(tiny_config, train_here, tmp_path):
