@@ -7,7 +7,7 @@
 UPS trains as `params/family/<name>.yaml` says, compile time within its five minutes; the FNO as
 `params/models/neuralop.yaml` on top of that, in float32 and not compiled, right after it. The last tenth of each file
 is the test split; where that leaks, errors are those of the samples that training has not seen. One seed. Writes
-outputs/reference/eleven/eleven.json.
+outputs/reference/eleven/report.json.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="where PDEBench's small files are")
     parser.add_argument("--only", nargs="+", choices=FILES, default=list(FILES), metavar="FAMILY")
     parser.add_argument("--time", type=float, default=TIME_S, help="training of each model [s]")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/eleven/eleven.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/eleven/report.json")
     args = parser.parse_args()
     known = json.loads(args.output.read_text())["families"] if args.output.exists() else {}
     work = runfolder.new_folder("eleven")

@@ -49,6 +49,7 @@ def trained(config: RunConfig, folder: Path) -> dict:
     return {
         "nrmse": result["nrmse_mean"],
         "rollout_nrmse": result["rollout_nrmse_mean"],
+        "correlation_time": result["rollout_correlation_time"],
         "over_time": result["per_time"]["rollout_nrmse"],
         "times": result["per_time"]["time"],
         "persistence": result["per_time"]["persistence_nrmse"],

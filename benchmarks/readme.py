@@ -50,6 +50,7 @@ ON_THE_BOARD = (
     "training [s]",
     "memory [GiB]",
 )
+RIVALS = ("ups", "neuralop")  # of the eleven families
 PREFIXES = {"darcy": "", "advection": "rollout_"}  # of the error that counts
 MORE_OF_DARCY = {
     "the same, averaged over the square's 8 symmetries": "symmetry_averaged_",
@@ -139,7 +140,7 @@ def leaderboard(report: Mapping) -> str:
     rates = ", ".join(f"{name} {rate['chosen']:g}" for name, rate in tuned.items())
     (table,) = report["tables"]
     budget = table["protocol"]["budget"].partition(" on ")[0]
-    head = f"{budget} for each training, both datasets at once, {where(report)}. Learning rates, as a multiple of those in each model's file, by validation after a short training: {rates}."
+    head = f"{budget} for each training, both datasets at once, {where(report)}. Learning rates, as a multiple of what each model's file said then, by validation after a short training: {rates}."
     tables = board_pages.tables({"tables": [table]})
     told = []
     for name in table["datasets"]:
@@ -177,6 +178,7 @@ def finetune(report: Mapping) -> str:
             "training": arm,
             "rollout nRMSE, median": f"{median(rolled):.4g}",
             "of each seed": ", ".join(f"{value:.4g}" for value in rolled),
+            "correlated for": f"{median(row['correlation_time'] for row in mine):.3g}",
             "one call": f"{median(row['nrmse'] for row in mine):.4g}",
             "steps": f"{median(row['steps'] for row in mine):,}",
         }
@@ -185,6 +187,29 @@ def finetune(report: Mapping) -> str:
         if (mine := [row for row in each if row["arm"] == arm]) and (rolled := [row["rollout_nrmse"] for row in mine])
     ]
     return f"{report['time_s']:g} s for each training, {where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
+
+
+def eleven(report: Mapping) -> str:
+    """Each family's errors, of the whole rollout where there is a time, beside those of an FNO and of no model."""
+    rows = []
+    for family, found in report["families"].items():
+        rolled = "rollout_" * ("rollout_nrmse_mean" in found["ups"])
+        ups, fno = ([found[model][f"{rolled}nrmse_{key}"] for key in ("mean", "median", "p90")] for model in RIVALS)
+        rows.append(
+            {
+                "family": family,
+                **{f"UPS, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), ups)},
+                **{f"FNO, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), fno)},
+                **{name: f"{value:.4g}" for name, value in found["ups"]["references"].items()},
+                "FNO over UPS": f"{fno[0] / ups[0]:.2f}",
+            }
+        )
+    ahead = sum(float(row["FNO over UPS"]) > 1 for row in rows)
+    seconds = " or ".join(
+        f"{time_s:g}" for time_s in sorted({found["time_s"] for found in report["families"].values()})
+    )
+    head = f"{seconds} s for each training, one seed, {where(report)}. UPS has the smaller mean error in {ahead} of {len(rows)} families."
+    return f"{head}\n\n{markdown(pd.DataFrame(rows).fillna(''))}"
 
 
 def profile(report: Mapping) -> str:
@@ -388,6 +413,7 @@ SECTIONS = {
     "compare": lambda: of_each(compare, "compare"),
     "scaling": lambda: of_each(scalings, "scaling"),
     "leaderboard": lambda: of_each(leaderboard, "leaderboard"),
+    "eleven": lambda: of_each(eleven, "eleven"),
     "finetune": lambda: of_each(finetune, "finetune"),
     "wrapper": lambda: wrapper(read("wrapper/wrapper.json")),
     "profile": lambda: of_each(profile, "profile"),

@@ -99,6 +99,24 @@ def rows(text: str) -> dict[str, list[str]]:
     return {next((cell for cell in cells if not cell.isdigit()), ""): cells for cells in split}
 
 
+def test_families_where_another_model_is_better_are_counted_as_such():
+    def model(mean, prefix, **references):
+        return {f"{prefix}nrmse_{key}": mean for key in ("mean", "median", "p90")} | {"references": references}
+
+    families = {
+        "darcy2d": {"time_s": 300.0, "ups": model(0.02, "", look_up=0.2), "neuralop": model(0.05, "")},
+        "burgers1d": {
+            "time_s": 300.0, "ups": model(0.3, "rollout_", persistence=0.9), "neuralop": model(0.2, "rollout_")
+        },
+    }  # fmt: skip
+    origin = {"hardware": LAPTOP.as_dict(), "versions": {"torch": "2"}, "date": "2026-01-01"}
+    text = readme.eleven({"families": families, **origin})
+    assert text.startswith("300 s for each training, one seed") and "in 1 of 2 families" in text
+    found = rows(text)
+    assert "2.50" in found["darcy2d"] and "0.67" in found["burgers1d"]
+    assert "0.9" in found["burgers1d"] and "0.2" in found["darcy2d"]
+
+
 def test_phases_that_lose_fail_or_cannot_run_say_so_beside_their_promise(phases_report):
     found = {name: " | ".join(cells) for name, cells in rows(readme.phases(phases_report)).items()}
     assert "1.36 | 1.50 [1.50, 1.50] | 1 | 1.36 | 1.50 [1.50, 1.50] | 1 | 1.50 [" in found["compile"]
