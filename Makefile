@@ -38,8 +38,9 @@ check: $(STAMP)
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
-test: check compiler $(HOSTED) $(EXTRAS)
-	$(BIN)/python -m pytest -q tests -m "not slow" --ignore=tests/test_repository.py -n auto $(BY_FILE)
+test: compiler $(HOSTED) $(EXTRAS)
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow" -n auto $(BY_FILE)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 2 $(BY_FILE) --durations=10
 	PYTHONPATH="$(CURDIR)" .extras/bin/python -m pytest -q tests/extras
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \

@@ -80,6 +80,7 @@ def test_a_run_is_its_name_in_outputs_or_a_path(outputs, said, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [
     ("show", "@"), ("resume", "@"), ("stop", "@"), ("flip", "@", "compile", "on"), ("compare", "@", "@"),
+    ("export", "@", "--to", "csv"), ("pack", "@"),
 ])  # fmt: skip
 @pytest.mark.parametrize(("name", "hint"), [
     ("trial-1", "did you mean trial-11?"), ("", "python -m upsnb list"), ("no\nsuch\x00", "python -m upsnb list"),
@@ -265,8 +266,8 @@ def test_who_reads_no_further_gets_no_traceback():
 @pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), None], ids=str)
 def test_every_command_that_is_documented_can_be_given(path):
     """In documents, and in the examples of --help."""
-    text = path.read_text() if path else command.EXAMPLES
-    for line in re.findall(r"python -m upsnb ((?:run|list|show|resume|stop|flip|compare|board|sweep)\b[^`|\n]*)", text):
+    text, names = path.read_text() if path else command.EXAMPLES, "run|list|show|resume|stop|flip|compare|board|sweep"
+    for line in re.findall(rf"python -m upsnb ((?:{names}|export|pack)\b[^`|\n]*)", text):
         command._parser().parse_args(shlex.split(line.split("   ")[0], comments=True))
 
 

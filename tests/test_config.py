@@ -30,6 +30,7 @@ NEEDS = {  # other settings without which a value would contradict the rest
     "operator.encoder": {"operator.decoder": "cross_attention"},
     "training.lambda_boundary": {"operator.walls": "free"},
     "optimizer.lr_scaling": {"optimizer.lr_reference_batch": 96},
+    "cost.budget": {"cost.price_per_hour": 1.0},
     "operator.rollout": {"training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0},
 }
 

@@ -326,6 +326,7 @@ def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_old_report_is_not_shown_for_a_new_failure(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "report.json").write_text(json.dumps(REPORT))
@@ -334,6 +335,7 @@ def test_old_report_is_not_shown_for_a_new_failure(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_run_folder_is_made_under_outputs(tmp_path):
     (tmp_path / "params").mkdir()
     (tmp_path / "notebooks").mkdir()

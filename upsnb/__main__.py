@@ -35,6 +35,7 @@ EXAMPLES = """examples:
   python -m upsnb compare one other            two finished runs
   python -m upsnb board                        all runs that are comparable, ranked
   python -m upsnb sweep lr.yaml                train with many settings, or go on with it
+  python -m upsnb export my-run --to csv       or tensorboard, wandb, mlflow
 
 exit codes: 0 done, 1 failed, 2 refused before anything was done, 130 stopped by Ctrl-C"""
 
@@ -121,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ranked.add_argument("runs", nargs="*", metavar="RUN", help="runs, or folders of runs (outputs/)")
     ranked.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="a new one under outputs/")
-    ranked.add_argument("--price", type=float, default=0.0, metavar="$/H", help="of the machine")
+    ranked.add_argument("--price", type=float, default=0.0, metavar="$/H", help="of the machine; else as runs say")
     swept = command(
         "sweep",
         "train with many settings, or go on with it",
@@ -129,6 +130,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     swept.add_argument("file", type=Path, help="what to vary; docs/leaderboard.md describes it")
     swept.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="named after the file, under outputs/")
+    exported = command(
+        "export",
+        "write what a run measures for TensorBoard, Weights & Biases, MLflow, or as CSV",
+        lambda args: commands.export(args.run, args.to, args.output, args.follow),
+        "RUN",
+    )
+    exported.add_argument("--to", required=True, help="tensorboard, wandb, mlflow or csv")
+    exported.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    exported.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="exports/ in the run's folder")
+    given = command(
+        "pack",
+        "write a run's model, as files to give away, with a card",
+        lambda args: commands.pack(args.run, args.output, args.which),
+        "RUN",
+    )
+    given.add_argument("--which", default="latest", help="its checkpoint: latest, best, previous or epoch")
+    given.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="packed/ in the run's folder")
     data = command("data", "fetch data files, look into them, audit them", lambda args: args.of_data(args))
     of_data = data.add_subparsers(required=True, metavar="command")
     for name, what, act, more in (

@@ -9,7 +9,7 @@ from pathlib import Path
 from upsnb import overlays
 from upsnb.errors import DataError, RunError
 from upsnb.overlays import as_typed
-from upsnb.runs import checkpoint_index, handle, runfolder
+from upsnb.runs import checkpoint_index, cost, handle, runfolder
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import ALIVE, FIGURES, REPORT
 
@@ -106,9 +106,12 @@ def resume(name: str) -> None:
             raise RunError(f"{name}: is {status} and not paused -> nothing to do")
         print(f"goes on at step {run.wait_for('resumed', run.resume())['step']}")
         return
-    if status == "finished" and manifest["end_reason"] != "stopped":
+    if status == "finished" and manifest["end_reason"] not in runfolder.CUT_SHORT:
         remedy = "start a new run with more stages.operator.epochs or training.time_limit_s"
         raise RunError(f"{name}: has trained to its end ({manifest['end_reason']}) -> {remedy}")
+    if cost.is_spent(run.current_config.cost, runfolder.costs(run.folder)["held_s"]):
+        spent = f"has spent its budget of ${run.current_config.cost.budget:g}"
+        raise RunError(f"{name}: {spent} -> go on in Python with a larger one, as docs/runs.md says")
     if not checkpoint_index.is_there(run.folder):
         raise RunError(f"{name}: has no whole checkpoint to go on from -> start a new run")
     from upsnb.report import figures, results
@@ -157,6 +160,20 @@ def compare(first: str, second: str, folder: Path | None) -> None:
     print(verdict.summary(report))
     if folder is not None:
         print(*map(as_typed, figures.write_figures(folder).values()), sep="\n")
+
+
+def export(name: str, to: str, folder: Path | None, follow: bool) -> None:
+    """Write what a run measured for another tool, as long as it trains where it is followed."""
+    from upsnb.widgets import export
+
+    print(as_typed(export.export(Run.attach(name), to, folder, follow)))
+
+
+def pack(name: str, folder: Path | None, which: str) -> None:
+    """Write a run's model and its card into a folder to give away."""
+    from upsnb.report import pack
+
+    print(as_typed(pack.pack(Run.attach(name), folder, which)))
 
 
 def board(names: list[str], folder: Path | None, price_per_hour: float) -> None:

@@ -23,6 +23,7 @@ from upsnb.errors import ConfigError, Problem, shown
 from upsnb.rules import contradictions
 from upsnb.values import (
     OWN,
+    CostConfig,
     CustomConfig,
     DatasetName,
     FolderName,
@@ -357,6 +358,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guards: GuardsConfig = GuardsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    cost: CostConfig = CostConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
@@ -381,10 +383,8 @@ class RunConfig(Section):
 def _fields_of(annotation) -> type[Section] | None:
     """The Section behind a field's annotation (`X`, `X | None`), or None for a plain value."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    for candidate in typing.get_args(annotation) if is_union else (annotation,):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
+    candidates = typing.get_args(annotation) if is_union else (annotation,)
+    return next((one for one in candidates if isinstance(one, type) and issubclass(one, Section)), None)
 
 
 @functools.cache

@@ -60,6 +60,7 @@ HOT = (  # prefixes of settings that may change between two steps
     "checkpoint.async_save",
     "guards.",
     "evaluation.",
+    "cost.",
 )
 COLD = (  # prefixes of settings that may change between two launches of the workers; nothing else may change in a run
     "training.num_gpus",
@@ -74,7 +75,14 @@ COLD = (  # prefixes of settings that may change between two launches of the wor
     "training.max_restarts",
     "optimizer.name",
 )
-NO_STEP = ("data.mixing", "evaluation.", "checkpoint.", "guards.", "stages.")  # no steady step depends on these
+NO_STEP = (
+    "data.mixing",
+    "evaluation.",
+    "checkpoint.",
+    "guards.",
+    "stages.",
+    "cost.",
+)  # no steady step depends on these
 SOURCE = "published recipe, multiplied factors"
 
 

@@ -195,6 +195,12 @@ def contradictions(config) -> list[Problem]:
             hint = did_you_mean(term, LOSS_TERMS)
             require(term in LOSS_TERMS, f"training.{setting}.{term}", "unknown loss term", hint)
     require(
+        config.cost.budget is None or config.cost.price_per_hour > 0,
+        "cost.budget",
+        "nobody said what the machine costs, so it is never spent",
+        "set cost.price_per_hour",
+    )
+    require(
         config.operator.rollout != "latent" or (training.lambda_forward > 0 and training.lambda_inv_enc > 0),
         "operator.rollout",
         "nothing trains the latent step and its decoding head",

@@ -1,4 +1,4 @@
-"""Kinds of values that settings have, each with its bounds; and the row of own arrays, which readers need as well."""
+"""Kinds of values that settings have, each with its bounds; and the sections that others read as well."""
 
 from __future__ import annotations
 
@@ -77,3 +77,10 @@ class CustomConfig(Section):
     symmetries: tuple[Literal["shift", "shift x", "sign", "turn"], ...] = ()  # images of a solution that are solutions
     vectors: tuple[tuple[ChannelName, ...], ...] = ()  # channels that turn with space: x, y, z component
     priors: tuple[Literal["conservation", "positivity"], ...] = ()  # what holds: means stay, values are not negative
+
+
+class CostConfig(Section):
+    """What the machine costs, and what the run may; all its time counts, start-up and pauses too."""
+
+    price_per_hour: NonNegativeFloat = 0.0  # of the whole machine [$]; 0: nobody said
+    budget: PositiveFloat | None = None  # [$]; once it is spent the run saves, evaluates and ends

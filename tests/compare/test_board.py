@@ -127,7 +127,7 @@ def test_what_says_nothing_of_a_model_makes_no_other_model(tmp_path):
         ("has no errors of the test split", {"split": "validation"}),
         ("was evaluated before runs wrote down", {"terms": False}),
         ("is still starting", {"status": "starting"}),
-        ("was stopped before its budget", {"end_reason": "stopped"}),
+        ("was cut short", {"end_reason": "stopped"}),
     ],
 )
 def test_what_cannot_be_believed_stands_on_no_board_and_says_why(tmp_path, why, how):

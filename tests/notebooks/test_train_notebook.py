@@ -68,7 +68,8 @@ def test_run_command_leaves_report_figures_and_notebook_and_no_secret(tmp_path, 
     assert len(files) > 15 and not [path for path in files if b"known-to-the-environment" in path.read_bytes()]
 
 
-@pytest.mark.parametrize("limit_s", [0.001, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("limit_s", [0.001, 1.0])
 def test_a_run_that_was_too_short_is_warned_of_and_drawn(tmp_path, limit_s):
     made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
     file, short = parameters(tmp_path, generate=made), f"time_limit_s={limit_s}"
@@ -115,6 +116,7 @@ def test_broken_file_fails_and_is_named(tmp_path, through):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.long  # much like one of test_main.py
 def test_failing_run_fails_the_notebook_with_its_cause_in_one_sentence(tmp_path):
     """The file is whole and its training split is fine: only the worker, which reads all of it, meets the NaN."""
     path = tmp_path / "data" / "1D_Advection_Sols_beta0.4.hdf5"

@@ -78,6 +78,7 @@ def test_ranks_come_and_go_and_the_curve_goes_on(start, train_here, tmp_path):
     np.testing.assert_allclose([event["loss"] for event in steps], expected, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_a_relaunch_that_fails_is_rolled_back_and_the_run_goes_on(start):
     run = start(kill="1:1:0")
     run.wait_for("step", step=10)

@@ -366,6 +366,7 @@ def test_one_sharded_rank_is_a_whole_run(tiny_config, train_here, tmp_path, mode
 
 
 @pytest.mark.slow
+@pytest.mark.long  # a reference file for 4 GPUs does it on every rank
 def test_compiled_blocks_compute_the_same_sharded(tiny_config, train_here, tmp_path):
     found = {}
     for compiled in (False, True):

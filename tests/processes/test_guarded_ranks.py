@@ -8,6 +8,7 @@ from made_runs import of
 
 from upsnb.runs import handle
 
+pytestmark = (pytest.mark.slow, pytest.mark.long)
 WORKER = Path(__file__).with_name("guarded_worker.py")
 
 
@@ -28,7 +29,6 @@ def two_ranks(tmp_path_factory, tiny_config):
     return run
 
 
-@pytest.mark.slow
 def test_ranks_agree_before_the_first_step_that_one_of_them_cannot_compile(two_ranks):
     (act,) = of(two_ranks.events(), "guard", guard="compile_failure")
     assert act["reason"].startswith("rank 1: ") and "rank 0" not in act["reason"]
@@ -36,7 +36,6 @@ def test_ranks_agree_before_the_first_step_that_one_of_them_cannot_compile(two_r
     assert flip["applied"] and flip["changes"] == {"training.compile": False} and flip["step"] == 0
 
 
-@pytest.mark.slow
 def test_a_rank_out_of_memory_is_relaunched_with_half_the_microbatch_and_loses_no_step(two_ranks):
     (act,) = of(two_ranks.events(), "guard", guard="out_of_memory")
     assert act["changes"] == {"training.batch_size": 2, "training.accum_steps": 4} and act["size"] == [4, 2]
@@ -51,7 +50,6 @@ def test_a_rank_out_of_memory_is_relaunched_with_half_the_microbatch_and_loses_n
     assert steps == [1, 2, 3, *range(3, steps[-1] + 1)], "from the checkpoint at step 2 on"
 
 
-@pytest.mark.slow
 def test_a_loss_of_nan_on_one_rank_is_skipped_by_all_alike(two_ranks):
     skips = of(two_ranks.events(), "guard", guard="nonfinite")
     assert [skip["action"] for skip in skips] == ["skip"]

@@ -65,7 +65,7 @@ def family(run) -> dict[int, str]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
-    [(2, {"training.use_fsdp2": True}), (1, CHILDREN)],
+    [(2, {"training.use_fsdp2": True}), pytest.param(1, CHILDREN, marks=pytest.mark.long)],
     ids=("sharded", "compiled, with loaders"),
 )
 def test_nothing_of_a_run_listens_outside_loopback(tiny_config, tmp_path, num_ranks, settings):

@@ -53,6 +53,7 @@ CASES = {
         {"model": TIMES + 0.1, "persistence": TIMES + 1},
         quartiles={"model": [TIMES + 0.05, TIMES + 0.2]},
         given_until=-0.1,
+        lost_at=0.4,
     ),
     "rollout one sample": lambda: plots.rollout_error(TIMES, {"model": TIMES}, quartiles={"model": [TIMES, TIMES]}),
     "rollout one frame": lambda: plots.rollout_error([1.0], {"model": [0.1]}, given_until=0.5),

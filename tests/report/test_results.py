@@ -45,6 +45,7 @@ KEYS = {
     ),
     *("memory_kind", "hardware", "versions", "code_revision", "date", "seeds", "num_launches", "verdicts", "settings"),
     "stages",
+    *("cost", "energy_wh", "epoch_s", "gpu_utilisation_percent"),
 }
 
 

@@ -11,6 +11,7 @@ from upsnb.models.ups import UPS
 from upsnb.profile.flops import flops_per_microbatch
 from upsnb.report import results
 from upsnb.runs import handle
+from upsnb.training import stages
 from upsnb.training.losses import relative_error
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
@@ -124,6 +125,21 @@ def test_its_own_clock_ends_it(tiny_config, train_here, tmp_path):
     assert [event["time_limit_s"] for event in events if event["kind"] == "start"] == [None, 0.01]
     (end,) = [event for event in events if event["kind"] == "end"]
     assert end["reason"] == "time" and end["stage"] == NAME
+
+
+def test_a_stage_that_the_clock_ends_is_validated_at_its_end(tiny_config, train_here, tmp_path):
+    clock = {"stages.operator.epochs": 10000, "training.time_limit_s": 0.01}
+    events = train_here(tiny_config(**{**clock, "stages.finetune.epochs": 1}), tmp_path)
+    last = [event["step"] for event in events if event["kind"] == "step" and event["stage"] == "operator"][-1]
+    assert [event["step"] for event in events if event["kind"] == "eval" and event["stage"] == "operator"] == [last]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_are_fused_in_a_stage_with_an_optimizer_of_its_own(tiny_config, fused):
+    config = tiny_config(**{"stages.finetune.optimizer": {"lr": 1e-4, "foreach": True}, "optimizer.fused": fused})
+    own = stages.optimizer(config, NAME)
+    assert (own.lr, own.fused, own.foreach) == (1e-4, fused, None if fused else True)
+    assert stages.optimizer(config, "operator") is config.optimizer
 
 
 def test_fields_that_are_too_short_for_its_calls_are_refused_with_what_is_needed(tiny_config, data_root):

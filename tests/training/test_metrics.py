@@ -270,3 +270,41 @@ def test_spectrum_rounds_oblique_waves_to_the_nearest_shell():
     x, y = torch.meshgrid(torch.arange(32) / 32, torch.arange(32) / 32, indexing="ij")
     _, energy = metrics.energy_spectrum(torch.cos(2 * math.pi * (2 * x - 2 * y)).view(1, 1, 1, 32, 32))
     assert int(energy.argmax()) == 3  # |k| = 2.83
+
+
+# -- correlation -----------------------------------------------------------------------------------------------------
+
+
+def test_correlation_is_of_shapes_and_known_where_it_is_known():
+    x = 2 * torch.pi * torch.arange(64) / 64
+    wave, other = torch.sin(x), torch.cos(x)
+    targets = wave.expand(1, 5, 1, 64)
+    forecasts = torch.stack((3 * wave + 7, -wave, other, 0.6 * wave + 0.8 * other, torch.ones(64)))[None, :, None]
+    found = metrics.sample_statistics(forecasts, targets)["correlation"][0, :, 0]
+    torch.testing.assert_close(found[:4], torch.tensor([1.0, -1.0, 0.0, 0.6]).double(), atol=1e-6, rtol=0)
+    assert found[4].isnan(), "what is the same everywhere is correlated with nothing"
+
+
+def test_correlation_is_numpy_s_on_planes_of_several_channels():
+    random = torch.Generator().manual_seed(0)
+    target = torch.randn(3, 2, 2, 6, 8, generator=random)
+    prediction = target + 0.5 * torch.randn(target.shape, generator=random)
+    statistics = metrics.sample_statistics(prediction, target)
+    expected = np.empty((3, 2, 2))
+    for place in np.ndindex(expected.shape):
+        expected[place] = np.corrcoef(prediction[place].ravel(), target[place].ravel())[0, 1]
+    np.testing.assert_allclose(statistics["correlation"], expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics.correlation_per_time(statistics), expected.mean((0, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("correlations", "lasts"),
+    [
+        ((1.0, 0.9, 0.7), (2.5, True)),  # halfway between 0.9 and 0.7
+        ((0.6, 0.9, 0.9), (0.5, True)),  # at once, and what comes back later was lost
+        ((0.9, 0.8, 0.8), (3.0, False)),
+        ((0.9, float("nan"), 0.9), (1.0, True)),
+    ],
+)
+def test_correlation_lasts_until_it_falls_below_its_limit(correlations, lasts):
+    assert metrics.correlation_time([11.0, 12.0, 13.0], correlations, 10.0) == (pytest.approx(lasts[0]), lasts[1])

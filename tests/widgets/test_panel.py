@@ -199,6 +199,23 @@ def test_a_bold_learning_rate_asks_first(folder):
     assert control(folder) == {"optimizer.lr": pytest.approx(50 * running)}
 
 
+def test_the_learning_rate_is_that_of_the_stage_that_trains(tmp_path, tiny_config):
+    config = tiny_config(**{"stages.finetune.epochs": 1, "stages.finetune.optimizer.lr": 1e-4})
+    folder = runfolder.create(config, tmp_path / "run")
+    runfolder.update_manifest(folder, status="running", supervisor=processes.process_identity(os.getpid()))
+    now = runfolder.read_manifest(folder)["created"]
+    say(folder, {**START, "time": now, "stage": "operator"}, step_event(1, time=now + 1))
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    assert shown._fields["optimizer.lr"].text.value == f"{config.optimizer.lr:g}"
+    say(folder, {**START, "time": now + 2, "step": 1, "stage": "finetune", "stage_from_step": 1})
+    shown.refresh()
+    assert shown._fields["optimizer.lr"].text.value == "0.0001"
+    shown._fields["optimizer.lr"].text.value = "0.004"
+    click(shown, "Apply settings")
+    assert "40 times" not in shown._note.value and control(folder) == {"stages.finetune.optimizer.lr": 0.004}
+
+
 def test_a_cold_flip_asks_first(folder):
     shown = Panel(handle.Run.attach(folder))
     shown.refresh()
@@ -370,6 +387,15 @@ def test_price_is_of_the_time_since_launch(folder, monkeypatch):
     assert "<b>$5.00" in shown._head.value
     shown._price.text.value = "-3"
     assert "$" not in shown._head.value and "0 or more" in shown._price._reason.value
+
+
+def test_a_price_that_the_run_knows_is_there_already(folder):
+    manifest = runfolder.read_manifest(folder)
+    say(folder, flip_event(1, 20, time=manifest["created"] + 20))
+    runfolder.update_manifest(folder, applied={"revision": 1, "overlay": {"cost.price_per_hour": 3600.0}})
+    shown = Panel(handle.Run.attach(folder))
+    shown.refresh()
+    assert shown._price.text.value == "3600" and "so far" in shown._head.value
 
 
 def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser):

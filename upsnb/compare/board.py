@@ -26,7 +26,7 @@ from upsnb.overlays import as_typed
 from upsnb.report.figures import read_evaluation
 from upsnb.report.file import finish, number
 from upsnb.report.results import references, run_numbers
-from upsnb.runs import handle, runfolder
+from upsnb.runs import cost, handle, runfolder
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import ALIVE
 from upsnb.runs.table import find_root, folders
@@ -37,7 +37,7 @@ FEWEST_SEEDS = 3  # for a rank
 MOST_TOLD = 3  # differences of two protocols in an error
 TEST, IMPORTED = "test", "imported"  # the split of a board; the tag of runs that were not executed here
 NO_MATTER = (  # settings, or sections, in which runs of one model may differ
-    *("training.seed", "training.stall_timeout_s", "training.max_restarts", "checkpoint", "logging"),
+    *("training.seed", "training.stall_timeout_s", "training.max_restarts", "checkpoint", "cost", "logging"),
     *("data.root", "data.download", "evaluation.num_examples", "evaluation.samples_per_call"),
 )
 QUALITY = {  # column: metric, of the rollout where there is one
@@ -45,6 +45,7 @@ QUALITY = {  # column: metric, of the rollout where there is one
     "worst tenth": "nrmse_p90",
     "pooled": "nrmse_pooled",
     "VRMSE": "vrmse",
+    "correlated for": "correlation_time",
     "conservation": "crmse",
     "low band": "frmse_low",
     "middle band": "frmse_mid",
@@ -64,7 +65,7 @@ def read(folder: Path) -> dict:
     """
     run = Run(folder)
     (status, cause), manifest, config = runfolder.state(folder), run.manifest, run.config
-    events = run.events(("segment", "start", "flip", "opened", "telemetry", "end"))
+    events = run.events(("segment", "start", "flip", "opened", "end"))
     evaluation = read_evaluation(folder, events) if status not in ALIVE else {}
     datasets = {name: splits.get(TEST, {}) for name, splits in evaluation.get("datasets", {}).items()}
     known = bool(datasets) and all("protocol" in result for result in datasets.values())
@@ -83,7 +84,6 @@ def read(folder: Path) -> dict:
         "datasets": datasets,
         "opened": max(opened, int(evaluation.get("split") == TEST)),
         "machine": machine(config, manifest),
-        "energy_wh": energy_wh(events),
         "revision": manifest["code_revision"],
         "origin": "here" if here else f"{IMPORTED} from {manifest['host']}",
         "created": manifest["created"],
@@ -95,8 +95,8 @@ def _why_not(status: str, cause: str | None, manifest: dict, events: list[dict],
         return f"is still {status}"
     if status != "finished":
         return f"{status}: {cause}"
-    if manifest["end_reason"] == "stopped":
-        return "was stopped before its budget was spent"
+    if manifest["end_reason"] in runfolder.CUT_SHORT:
+        return f"was cut short ({manifest['end_reason']})"
     if any(event["kind"] == "flip" and event["applied"] and event.get("changes") for event in events):
         return "was changed while it trained, so its settings do not say how it was made"
     if evaluation.get("split") != TEST:
@@ -141,14 +141,6 @@ def protocol_id(terms: Mapping) -> str:
     return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def energy_wh(events: Iterable[dict]) -> float | None:
-    """What the GPUs drew, by their own word once a second [Wh]; None where they say nothing."""
-    readings = [event for event in events if event["kind"] == "telemetry" and None not in event.get("power_w", [None])]
-    pairs = zip(readings, readings[1:])
-    total = sum(sum(one["power_w"]) * min(after["time"] - one["time"], 10.0) for one, after in pairs)  # a pause is none
-    return total / 3600 if len(readings) > 1 else None
-
-
 def quality(result: Mapping) -> dict[str, float | None]:
     """nRMSE, QUALITY and the rollout's WINDOWS of one dataset of one run."""
     judging = audit.judging(result)
@@ -190,6 +182,7 @@ def _row(name: str, dataset: str, done: list[dict], failed: int, price_per_hour:
     scores = [quality(run["datasets"][dataset]) for run in done]
     finite = [score for score in scores if score["nRMSE"] is not None]
     seconds = _median(run["numbers"]["train_time_s"] for run in done)
+    price = price_per_hour or _median(run["numbers"]["cost"]["price_per_hour"] for run in done)
     return {
         "entry": name,
         "runs": [as_typed(run["folder"]) for run in done],
@@ -204,8 +197,8 @@ def _row(name: str, dataset: str, done: list[dict], failed: int, price_per_hour:
         "train_time_s": seconds,
         "peak_memory_gib": max(run["numbers"]["peak_memory_gib"] or 0.0 for run in done),
         "device": _told(run["machine"] for run in done),
-        "energy_wh": _median(run["energy_wh"] for run in done),
-        "cost_dollars": seconds / 3600 * price_per_hour if seconds and price_per_hour else None,
+        "energy_wh": _median(run["numbers"]["energy_wh"] for run in done),
+        "cost_dollars": cost.dollars(price, seconds) if seconds and price else None,
         "opened": sum(run["opened"] for run in done),
         "origin": _told(run["origin"] for run in done),
         "revisions": sorted({run["revision"] for run in done}),
@@ -265,7 +258,7 @@ def board(names: Sequence[Path | str] = (), price_per_hour: float = 0.0) -> dict
     Args:
         names: runs, or folders of runs; none: all that are where runs go. Runs that are named one by one are to stand
             in one table.
-        price_per_hour: of the machine, for the cost [$].
+        price_per_hour: of the machine, for the cost [$]; 0: what the runs themselves say.
     Raises:
         RunError: there is no such run, or none that can stand on a board, each with its reason; or runs that were
             named one by one have not the same protocol.

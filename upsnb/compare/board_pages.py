@@ -28,6 +28,7 @@ RANKING = {  # columns of a dataset's first table, and what they mean, as the pa
     "worst tenth": "nRMSE that a tenth of the samples exceeds",
     "pooled": "the other way to average: squares of all samples and frames first, then the ratio",
     "VRMSE": "error over the spread of each frame, as The Well defines it",
+    "correlated for": "time until the rollout's correlation with the truth falls below 0.8, or the whole rollout",
     **{window: f"nRMSE over the {window} of the forecast frames" for window in WINDOWS},
     "conservation": "error of the mean over space, PDEBench's cRMSE, in the field's unit",
     **{name: f"{name} of wavenumbers: PDEBench's fRMSE, in the field's unit" for name in QUALITY if "band" in name},

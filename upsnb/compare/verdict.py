@@ -19,14 +19,14 @@ from upsnb.runs.handle import Run
 FORMAT, KIND = 1, "compare"
 NOISE = "A/A"  # the arm that is the baseline once more
 QUALITY_TOLERANCE = 0.03  # of the baseline's final validation nRMSE, for the time to quality
-CRITERIA = {  # what an optimization must keep, unless a params file says otherwise
+CRITERIA = {  # what an optimization must keep, unless a params file says otherwise; cost_ratio is there to be asked for
     "speedup": 3.0,  # at least
     "loss_delta": 0.001,  # validation nRMSE, mean over datasets and seeds: at most so much more than the baseline's
     "nrmse_ratio": 1.03,  # of each dataset: at most
     "memory_gib": 50.0,  # of each rank: at most
 }
 SIGNS = {"speedup": ">=", "loss_delta": "<", "nrmse_ratio": "<=", "memory_gib": "<"}  # measured, sign, required
-SIGNS |= {"nonfinite_steps": "=", "out_of_memory": "="}
+SIGNS |= {"cost_ratio": "<=", "nonfinite_steps": "=", "out_of_memory": "="}
 
 
 # -- one run -------------------------------------------------------------------------------------------------------
@@ -154,6 +154,8 @@ def comparison_report(
             name: [float(end(those)) for end in (np.min, np.max)] for name, those in errors_over.items()
         },
         "aa_nrmse_ratio": _means(nrmse_ratios(arms[NOISE], arms[first])) if NOISE in arms else None,
+        # of one machine, whose price falls out: what training cost, compilation and validation included
+        "cost_ratio": _over(*(sum(one["train_time_s"] for one in arms[name]) for name in (second, first))),
         "loss_delta": loss_delta(arms[second], arms[first]),
         "aa_loss_delta": loss_delta(arms[NOISE], arms[first]) if NOISE in arms else None,
     }
@@ -210,6 +212,7 @@ def _judge(report: dict, criteria: dict) -> list[dict]:
         "loss_delta": (report["loss_delta"], lambda value, limit: value < limit),
         "nrmse_ratio": (worst, lambda value, limit: value <= limit),
         "memory_gib": (memory, lambda value, limit: value < limit),
+        "cost_ratio": (report["cost_ratio"], lambda value, limit: value <= limit),
     }
     unknown = criteria.keys() - measured.keys()
     if unknown:

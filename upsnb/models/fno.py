@@ -50,7 +50,8 @@ def product(waves: Tensor, spectral: Tensor) -> Tensor:
     kept = waves.shape[2:]
     x = torch.view_as_real(waves).flatten(2, -2).permute(2, 3, 0, 1).flatten(1, 2)  # (K, 2 B, W)
     matrices = spectral.flatten(2, -2).permute(2, 0, 3, 1).flatten(2)  # (K, W, 2 W')
-    real, imaginary = (x @ matrices).unflatten(2, (2, -1)).chunk(2, dim=1)  # what came of either part: (K, B, 2, W')
+    # what came of either part, (K, B, 2, W'); not by chunks, whose sizes no exported program knows
+    real, imaginary = (x @ matrices).unflatten(2, (2, -1)).unflatten(1, (2, -1)).unbind(1)
     y = torch.stack((real[:, :, 0] - imaginary[:, :, 1], real[:, :, 1] + imaginary[:, :, 0]), dim=-1)
     return torch.view_as_complex(y.permute(1, 2, 0, 3).contiguous()).unflatten(2, kept)
 

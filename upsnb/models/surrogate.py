@@ -122,7 +122,7 @@ class Surrogate(nn.Module, ABC):
     def relative_dt(self, name: str, fields: Tensor, dt: float) -> Tensor:
         """Time between frames over that of the training data, (B,); 1 where nothing changes in time."""
         reference = self.specs[name].dt
-        return torch.full((len(fields),), dt / reference if reference else 1.0, device=fields.device)
+        return torch.full((fields.shape[0],), dt / reference if reference else 1.0, device=fields.device)
 
     def forward(self, name: str, fields: Tensor, parameters: Tensor, dt: float, points: Tensor | None = None) -> Tensor:
         """One call: input frames to output frames.

@@ -43,12 +43,12 @@ class Wrapped(Surrogate):
         z = x.flatten(1, 2)
         if self.config.append_parameters:
             appended = (parameters, relative_dt[:, None]) if spec.time_dependent else (parameters,)
-            channels = (value.reshape(len(x), -1, *(1,) * len(grid)).expand(-1, -1, *grid) for value in appended)
+            channels = (value.reshape(x.shape[0], -1, *(1,) * len(grid)).expand(-1, -1, *grid) for value in appended)
             z = torch.cat((z, *channels), dim=1)
         given = {"parameters": parameters, "dt": relative_dt}
         if "grid" in self.passed:
             trained = grid == spec.grid_shape
-            places = (self.constant(name, "grid") if trained else _places(grid, x.device)).expand(len(x), -1, *grid)
+            places = (self.constant(name, "grid") if trained else _places(grid, x.device)).expand(x.shape[0], -1, *grid)
             given["grid"] = places.movedim(1, -1) if last else places
         given = {key: given[key] for key in self.passed}
         change = self._frames(name, self.networks[name](z.movedim(1, -1) if last else z, **given), grid)

@@ -116,11 +116,13 @@ class RunFigures:
             f"{name}: after {len(model)} frames the model's nRMSE is {model[-1]:.2g}, persistence's "
             f"{persistence[-1]:.2g}; mean of {result['num_samples']} trajectories of the {self.split} split"
         )
+        given_until, lasts = float(per_time["given_until"]), result.get("rollout_correlation_time")
         return plots.rollout_error(
             per_time["time"],
             {"model": model, "persistence": persistence},
             quartiles={"model": per_time["rollout_nrmse_quartiles"]},
-            given_until=float(per_time["given_until"]),
+            given_until=given_until,
+            lost_at=given_until + lasts if result.get("rollout_correlation_lost") else None,
             title=title,
         )
 

@@ -17,6 +17,7 @@ from upsnb.report.style import (
     GREEN,
     GREY,
     INPUT_COLOURS,
+    PURPLE,
     VERMILLION,
     draw_image,
     edges,
@@ -142,6 +143,7 @@ def rollout_error(
     *,
     quartiles: Mapping[str, ArrayLike] | None = None,
     given_until: float | None = None,
+    lost_at: float | None = None,
     title: str = "",
 ) -> Figure:
     """nRMSE as the forecast goes on, model beside persistence.
@@ -151,6 +153,7 @@ def rollout_error(
         curves: name -> (T,) nRMSE.
         quartiles: name -> (2, T) nRMSE between which the middle half of the samples lies; shaded behind the curve.
         given_until: time of the last given frame; everything up to it is marked as input.
+        lost_at: time from which on the model's forecast is correlated with the truth by less than 0.8.
     """
     figure = empty_figure(4.8, 3.1, title)
     ax = figure.subplots()
@@ -165,6 +168,8 @@ def rollout_error(
         start = min(ax.get_xlim()[0], given_until - 0.08 * float(np.ptp(times) or 1.0))
         ax.axvspan(start, given_until, color=GAP, alpha=0.6, linewidth=0, label="given frames")
         ax.set_xlim(left=start)
+    if lost_at is not None:
+        ax.axvline(lost_at, color=PURPLE, linestyle=":", linewidth=1.2, label="correlation lost")
     ax.set(xlabel=label("time t"), ylabel=label("nRMSE"), yscale="log")
     legend(ax)
     return figure

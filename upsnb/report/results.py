@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
@@ -14,6 +15,7 @@ from upsnb.phases import names_on
 from upsnb.report.figures import RunFigures, end_of_last_launch, fall, read_evaluation
 from upsnb.report.file import finish, number
 from upsnb.report.style import save_all
+from upsnb.runs import cost, runfolder
 from upsnb.runs.handle import Run
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
@@ -68,6 +70,7 @@ def run_numbers(run: Run) -> dict:
         "samples": round(samples_seen(steps)),
         "overall_samples_per_s": _overall(steps, end),
         "epochs": end.get("epochs"),
+        "epoch_s": _epoch_s(steps),
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
         "stages": _stages(events),
@@ -78,6 +81,9 @@ def run_numbers(run: Run) -> dict:
         "seeds": manifest["seeds"],
         "verdicts": manifest.get("verdicts", {}),  # phase: what it is to this model, and which parts or why not
         "num_launches": max(len(manifest["segments"]), 1),
+        "cost": runfolder.costs(run.folder),
+        "energy_wh": cost.energy_wh(events),
+        "gpu_utilisation_percent": cost.utilisation(events),
         "settings": overlays.difference(RunConfig(), config),  # all that differs from the defaults
     }
 
@@ -133,6 +139,15 @@ def _leaks(datasets: dict) -> list[str]:
             alike = f"{leak['near']} of {count} samples begin within {audit.NEAR:.0%} of a training sample"
             said.append(f"{name}: the {split} split leaks, {alike}, {leak['seen']} exactly so -> {left}")
     return said
+
+
+def _epoch_s(steps: list[dict]) -> float | None:
+    """Wall time from the end of an epoch to that of the next, validation included, median [s]."""
+    ends = {(step["stage"], step["epoch"]): step["time_s"] for step in steps}
+    lengths = [
+        after - ends[stage, epoch - 1] for (stage, epoch), after in [*ends.items()][:-1] if (stage, epoch - 1) in ends
+    ]
+    return median(lengths) if lengths else None
 
 
 def _first(events: list[dict], kind: str, field: str) -> float | None:
@@ -271,11 +286,25 @@ def costs(report: dict) -> str:
         + (f", {number(overall)} overall" if overall else ""),
         f"first step after {number(report.get('time_to_first_step_s'))} s, "
         f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",
+        *_of_machine(report),
         *map(_of_stage, report.get("stages") or []),
         f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
         *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
     ]
     return "\n".join(lines)
+
+
+def _of_machine(report: dict) -> list[str]:
+    """How busy GPUs were, where they told, and what the machine cost, where somebody said its price."""
+    lines, busy, known = [], report.get("gpu_utilisation_percent") or {}, report.get("cost") or {}
+    if busy.get("mean") is not None:
+        energy = f", {number(report['energy_wh'])} Wh" if report.get("energy_wh") else ""
+        lines.append(f"GPUs busy {busy['mean']:.0f} % of the time, {busy['p10']:.0f} % in its laziest tenth{energy}")
+    if not known.get("dollars"):
+        return lines
+    budget = f" of a budget of ${known['budget']:,.2f}" if known["budget"] else ""
+    price = f"at ${known['price_per_hour']:,.2f} an hour, start-up and pauses included"
+    return [*lines, f"held the machine for {number(known['held_s'])} s: ${known['dollars']:,.2f}{budget}, {price}"]
 
 
 def _of_stage(known: dict) -> str:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from upsnb.errors import RunError, shown
 RESERVE = ".reserve"  # given up when the disk is full, so that the end can still be written down
 RESERVE_BYTES = 1 << 20
 MOST_BYTES = 1 << 22  # of a JSON file
+MADE_HERE = ".upsnb"  # stands in folders of what can be made again
 
 
 class Shape(BaseModel, strict=True):
@@ -100,3 +102,21 @@ def locked(folder: Path) -> Iterator[None]:
     with open(folder / ".lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def own_folder(folder: Path) -> None:
+    """Make a folder for what can be made again; what was made there before goes, and nothing else does.
+
+    Raises:
+        RunError: it holds something else, or cannot be made.
+    """
+    mark = folder / MADE_HERE
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            if not mark.exists():
+                raise RunError(f"{folder}: holds something that was not made here -> name a new folder with -o")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be written ({error.strerror}) -> name another folder with -o") from None

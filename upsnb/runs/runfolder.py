@@ -19,11 +19,12 @@ from upsnb import config as configs
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.overlays import project_root as project_root
+from upsnb.runs import cost
 from upsnb.runs.events import EventWriter as EventWriter  # so that this module is all a worker needs
 from upsnb.runs.events import Heartbeat as Heartbeat
 from upsnb.runs.events import Tail as Tail
+from upsnb.runs.events import newest_events, read_heartbeats
 from upsnb.runs.events import read_events as read_events
-from upsnb.runs.events import read_heartbeats
 from upsnb.runs.files import Shape, fill_reserve, locked, read_json
 from upsnb.runs.files import write_json as write_json
 from upsnb.runs.processes import is_alive
@@ -36,11 +37,13 @@ NOTES = "notes.json"  # what people wrote about the run
 REPORT, EVALUATION, EXAMPLES = "report.json", "evaluation.json", "examples.npz"  # also of comparisons and plans: report
 COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs
 ALIVE = ("starting", "running", "stopping")
+CUT_SHORT = ("stopped", "budget")  # ends of a run that did not train as long as its settings say
 STOP = "stop"  # the control command that ends a run after its current step, with a checkpoint
 CHECKPOINT, PROFILE, RESTORE, PAUSE, RESUME = "checkpoint", "profile", "restore", "pause", "resume"
 MEASURE = "measure"  # comes with an entry of its own that says what
 COMMANDS = (STOP, CHECKPOINT, PROFILE, RESTORE, PAUSE, RESUME, MEASURE)
 SETTINGS = "settings"  # entry of `Control.asked` beside the commands: the revision that last asked for settings
+NEWEST_BYTES = 1 << 14  # of events, in which the last one is
 MOST_CONTROL_BYTES = 1 << 16  # a request for every setting there is takes a quarter of it
 STARTUP_ALLOWANCE_S = 1800.0  # until a rank's first step is done: compiling it may take that long
 SUPERVISOR_GRACE_S = 60.0  # how long a new run may go without its supervisor's name in the manifest
@@ -57,6 +60,8 @@ class _Applied(Shape):
 
 
 class _Segment(Shape):
+    started: float = 0.0
+    ended: float = 0.0
     overlay: dict[str, Any] = {}
     revision: int = 0
     cold_flip: dict[str, Any] | None = None
@@ -70,6 +75,7 @@ class _Manifest(Shape):
     segments: list[_Segment]
     applied: _Applied
     supervisor: Annotated[str, Field(pattern=r"^\d+:")] | None
+    cost: dict[str, float | None] = {}
 
 
 def read_manifest(folder: Path) -> dict:
@@ -175,6 +181,7 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
             "data": {name: dataset.generate.seed for name, dataset in config.data.datasets.items()},
         },
         "segments": segments,  # one per launch of the workers
+        "cost": {cost.PRICE: config.cost.price_per_hour, cost.BUDGET: config.cost.budget},  # as it was started
         "phases_skipped": skipped or {},  # phase: why
         # what the run does now: the last revision of control.json that was answered, and the difference from
         # config.yaml that is in force since; a refused revision is answered and leaves the overlay as it was
@@ -218,6 +225,8 @@ def check_free(folder: Path, config: RunConfig) -> None:
 def _release(folder: Path) -> list[dict]:
     """Drop an ended run's old requests; its segments so far."""
     segments = read_manifest(folder)["segments"]
+    if segments and segments[-1].keys() & {"started", "ended"} == {"started"}:  # nobody was left to write the end down
+        segments[-1]["ended"] = _last_sign(folder)
     shutil.copy(folder / CONFIG, folder / f"config.segment{max(len(segments) - 1, 0)}.yaml")
     if (folder / CONTROL).exists():  # a stop or a flip asked of the old segment is not asked of the next
         write_control(folder, {}, after=Control(max(read_control(folder).revision, last_answered(folder))))
@@ -388,6 +397,17 @@ def state(folder: Path, process: subprocess.Popen | None = None) -> tuple[str, s
         "died",
         f"its supervisor was killed or the machine restarted{how} while the run was {manifest['status']}, {where}",
     )
+
+
+def _last_sign(folder: Path) -> float:
+    """When a run last said something, Unix time."""
+    newest = newest_events(folder, None, NEWEST_BYTES)
+    return newest[-1]["time"] if newest else read_manifest(folder)["created"]
+
+
+def costs(folder: Path) -> dict:
+    """What a run has cost, as `cost.of` says; one that died held its machine until it last said something."""
+    return cost.of(read_manifest(folder), None if state(folder)[0] in ALIVE else _last_sign(folder))
 
 
 def _is_supervised(folder: Path, manifest: dict, process: subprocess.Popen | None) -> bool:

@@ -35,6 +35,7 @@ COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps
     "samples_per_s": "float64",
     "ci95_low": "float64",
     "ci95_high": "float64",
+    "dollars": "float64",
     "cause": "string",
     "tags": "string",
     "note": "string",
@@ -55,6 +56,7 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
         the split leaks.
         samples_per_s, ci95_low, ci95_high: median while steady and its 95 % interval, of the whole run where it has a
         report, else of its last steps.
+        dollars: what the machine cost so far, where `cost.price_per_hour` was said.
         cause: why the run failed or died, or the folder cannot be read. tags, note: what people wrote (`Run.annotate`).
 
     Args:
@@ -143,7 +145,12 @@ def _of_run(folder: Path) -> dict:
     if not values["nrmse"]:
         values |= _validated(folder)
     causes, notes = "; ".join(filter(None, (cause, *damage))), runfolder.read_notes(folder)
-    said = {"cause": causes or None, "tags": ", ".join(notes["tags"]) or None, "note": notes["note"] or None}
+    said = {
+        "dollars": runfolder.costs(folder)["dollars"],
+        "cause": causes or None,
+        "tags": ", ".join(notes["tags"]) or None,
+        "note": notes["note"] or None,
+    }
     return {**values, "status": status, "created": datetime.fromtimestamp(manifest["created"]), **said}
 
 

@@ -183,7 +183,8 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list], dis
         summary["per_sample"]["rollout_persistence_nrmse"] = metrics.nrmse_per_sample(persisted).tolist()
         summary["per_time"] = {
             "time": dataset.source.times[frames].tolist(),
-            "given_until": float(dataset.source.times[dataset.frames[dataset.given_frames - 1]]),
+            "given_until": _given_until(dataset),
+            "correlation": metrics.correlation_per_time(rollout).tolist(),
             "rollout_nrmse": metrics.nrmse_per_time(rollout).tolist(),
             "rollout_nrmse_quartiles": _quartiles(rollout),
             "persistence_nrmse": metrics.nrmse_per_time(persisted).tolist(),
@@ -214,7 +215,15 @@ def _scores(dataset: Dataset, statistics: dict[str, dict[str, Tensor]]) -> dict:
     if "rollout" in reduced:
         scores |= {f"rollout_{key}": value for key, value in reduced["rollout"].items()}
         scores[f"rollout_{baseline}"] = reduced["rollout_baseline"]["nrmse_mean"]
+        times, correlations = dataset.source.times[dataset.frames[dataset.given_frames :]], statistics["rollout"]
+        lasts = metrics.correlation_time(times, metrics.correlation_per_time(correlations), _given_until(dataset))
+        scores |= dict(zip(("rollout_correlation_time", "rollout_correlation_lost"), lasts))
     return scores
+
+
+def _given_until(dataset: Dataset) -> float:
+    """Time of the last frame that a rollout is given."""
+    return float(dataset.source.times[dataset.frames[dataset.given_frames - 1]])
 
 
 def _by_channel(dataset: Dataset, statistics: dict[str, Tensor]) -> dict[str, float]:

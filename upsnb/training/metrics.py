@@ -36,6 +36,7 @@ REDUCED_KEYS = (
     "frmse_high",
 )
 LEAST_VARIANCE = 1e-7  # added to a frame's variance in VRMSE, as The Well has it
+CORRELATED = 0.8  # below it a forecast of chaos counts as lost
 FREQUENCY_BANDS = {"low": (0, 4), "mid": (4, 12), "high": (12, None)}  # wavenumbers, cycles per domain, end excluded
 
 PERSISTENCE = "persistence"
@@ -57,6 +58,7 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
         `error_max` (B, T, C) largest |e|; `boundary_error_square` (B, T, C), or (B, T, 1) summed over channels in 3-D;
         `shell_error_square` (B, T, C, K) float32 |FFT(e) / N|^2 summed over wavenumber shell k;
         `target_variance` (B, T, C) mean of (target - its mean)^2;
+        `correlation` (B, T, C) of prediction and target over space, NaN where one of them is the same everywhere;
         `energy` (B, 3, C, K) `energy_spectrum` of target, prediction and e at the last time;
         `sample_index` (B,) int64 when it was given.
     """
@@ -66,22 +68,26 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
             "both must be (batch, time, channel, *grid) of one shape, with 1 to 3 grid axes"
         )
     wide = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
-    target = target.to(wide)
-    error = prediction.to(wide) - target
+    prediction, target = prediction.to(wide), target.to(wide)
+    error = prediction - target
     space = tuple(range(3, error.ndim))
     # One bad value spoils its whole frame: an infinity would vanish from a median, and one inside from the boundary.
     error = error.masked_fill(~torch.isfinite(error).flatten(3).all(-1)[(...,) + (None,) * len(space)], torch.nan)
     # Sums over 128^3 points in float32 lose the digits cRMSE is made of.
     total = torch.float32 if error.device.type == "mps" else torch.float64
+    own, true = (field - field.mean(space, keepdim=True) for field in (prediction, target))
+    variance = true.square().mean(space, dtype=total)
     statistics = {
         "error_square": error.square().mean(space, dtype=total),
-        "target_variance": (target - target.mean(space, keepdim=True)).square().mean(space, dtype=total),
+        "target_variance": variance,
+        "correlation": (own * true).mean(space, dtype=total)
+        / (own.square().mean(space, dtype=total) * variance).sqrt(),
         "target_square": target.square().mean(space, dtype=total),
         "error_mean": error.mean(space, dtype=total),
         "error_max": error.abs().amax(space).to(total),
         "boundary_error_square": _boundary_square(error, total),
         "shell_error_square": _positive_block_shells(error).float(),
-        "energy": energy_spectrum(torch.stack((target[:, -1], prediction[:, -1].to(wide), error[:, -1]), dim=1))[1],
+        "energy": energy_spectrum(torch.stack((target[:, -1], prediction[:, -1], error[:, -1]), dim=1))[1],
     }
     if sample_index is not None:
         if sample_index.shape != error.shape[:1]:
@@ -130,6 +136,31 @@ def nrmse_per_sample(statistics: dict[str, Tensor]) -> Tensor:
 def nrmse_per_time(statistics: dict[str, Tensor]) -> Tensor:
     """(T,) nRMSE at each forecast frame, mean over samples and channels."""
     return nrmse(statistics).mean((0, 2))
+
+
+def correlation_per_time(statistics: dict[str, Tensor]) -> Tensor:
+    """(T,) correlation with the truth at each forecast frame, mean over samples and channels."""
+    return statistics["correlation"].mean((0, 2))
+
+
+def correlation_time(times: Sequence[float], correlations: Sequence[float], given_until: float) -> tuple[float, bool]:
+    """How long a rollout stays correlated with the truth by CORRELATED or more, and whether it loses it at all.
+
+    Linearly between frames, from 1 at the last given one. What is not lost within the trajectory lasts at least as
+    long as that. Used for chaos, where errors saturate (Lippe et al., PDE-Refiner, arXiv 2308.05732, section 4.1).
+
+    Args:
+        times: (T,) of the forecast frames.
+        correlations: (T,) from `correlation_per_time`; NaN counts as lost.
+        given_until: time of the last given frame.
+    """
+    before, known = given_until, 1.0
+    for now, value in zip(map(float, times), map(float, correlations), strict=True):
+        if not value >= CORRELATED:
+            share = (known - CORRELATED) / (known - value) if np.isfinite(value) else 0.0
+            return before + share * (now - before) - given_until, True
+        before, known = now, value
+    return before - given_until, False
 
 
 def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str, float]:

@@ -25,7 +25,7 @@ from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
-from upsnb.training import checkpoint, compiling, optimizers, parallel, precision, preflight, stages
+from upsnb.training import checkpoint, compiling, optimizers, packed, parallel, precision, preflight, stages
 from upsnb.training.losses import Objective, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
@@ -448,6 +448,8 @@ def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ra
 def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> Surrogate:
     """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
 
+    Or of a folder that `report.pack` wrote, which holds one model.
+
     Args:
         which: checkpoint, by its role: latest, previous, best or epoch.
     Raises:
@@ -458,6 +460,9 @@ def load_model(folder: Path | str, which: str = "latest", device: torch.device |
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         found = str(error).splitlines()[0]
         raise RunError(f"device {str(device)!r} cannot be used here ({found}) -> choose cpu, or another one") from None
+
+    if (Path(folder) / packed.WEIGHTS).exists():
+        return packed.load(Path(folder), device)
 
     def weights_only(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device) if path[1] in ("model", "ema") else None

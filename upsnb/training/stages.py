@@ -93,5 +93,8 @@ def settings(config: RunConfig, stage: str) -> StageConfig:
 
 
 def optimizer(config: RunConfig, stage: str) -> OptimizerConfig:
-    """The stage's own optimizer, or the one of all."""
-    return settings(config, stage).optimizer or config.optimizer
+    """The stage's own optimizer, or the one of all; fused where the run says so, because phases act on all stages."""
+    own = settings(config, stage).optimizer
+    if own is None or not config.optimizer.fused:
+        return own or config.optimizer
+    return own.model_copy(update={"fused": True, "foreach": None})

@@ -16,7 +16,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from upsnb import phases
-from upsnb.config import RunConfig, setting
+from upsnb.config import OPERATOR, RunConfig, setting
 from upsnb.errors import ConfigError, Problem, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
 from upsnb.runs import runfolder
@@ -347,20 +347,27 @@ class Panel:
 
     def _send_fields(self) -> None:
         edited = {path: field for path, field in self._fields.items() if field.is_edited}
-        overlay = {path: field.read() for path, field in edited.items()}  # all are right, or nothing is sent
-        if not overlay:
+        wanted = {path: field.read() for path, field in edited.items()}  # all are right, or nothing is sent
+        if not wanted:
             return
 
         def send():
-            self._request(", ".join(f"{CONTROLS[path][0]} {plain(overlay[path])}" for path in overlay), overlay)
+            overlay = {self._path(path): value for path, value in wanted.items()}
+            self._request(", ".join(f"{CONTROLS[path][0]} {plain(wanted[path])}" for path in wanted), overlay)
             for field in edited.values():
                 field.accept()
 
-        rate, running = overlay.get("optimizer.lr", 0.0), self.asking.configs()[0].optimizer.lr
+        rate, running = wanted.get("optimizer.lr", 0.0), setting(self.asking.configs()[0], self._path("optimizer.lr"))
         if rate >= BOLD_LR * running:
             much = f"{rate / running:,.0f} times the running {running:g}"
             return self._ask(f"learning rate {rate:g}: {much}. Do it?", send)
         send()
+
+    def _path(self, path: str) -> str:
+        """Where a setting stands: in the section of the stage that trains now, if that has an optimizer of its own."""
+        stage = (self.history.start or {}).get("stage") or OPERATOR
+        has_own = stage in self.asking.config.stages.planned and getattr(self.asking.config.stages, stage).optimizer
+        return f"stages.{stage}.{path}" if has_own and path.startswith("optimizer.") else path
 
     def _send_preset(self) -> None:
         name = self._preset.value
@@ -419,7 +426,8 @@ class Panel:
             button.disabled = not alive
         applied, desired = self.asking.configs()
         happened = len(self.history.flips), self.history.relaunching
-        shown_for = applied, desired, alive, *happened, tuple(self._problems.items())
+        stage = (self.history.start or {}).get("stage")
+        shown_for = applied, desired, alive, stage, *happened, tuple(self._problems.items())
         if shown_for != self._shown_for:
             self._shown_for = shown_for
             self._draw_switches(applied, desired, alive)
@@ -444,6 +452,7 @@ class Panel:
             self._cards[name].value = html.switch(phase, state, problem, whole, parts)
 
     def _draw_fields(self, desired: RunConfig, alive: bool) -> None:
+        self._price.show(plain(desired.cost.price_per_hour or ""))
         for path, field in self._fields.items():
             field.text.disabled = not alive
-            field.show(plain(setting(desired, path) or 0))
+            field.show(plain(setting(desired, self._path(path)) or 0))

@@ -206,13 +206,13 @@ class Loop:
             self.leave()
             return None, None
         following = stages.following(self.config, self.setup.stage)
-        if reason == "stopped" or following is None:
+        if reason in runfolder.CUT_SHORT or following is None:
             self.finish(reason)
             return None, None
         return following, self.hand_over(reason, following)
 
     def run(self) -> str:
-        """Train to the end of the stage; returns why it ended: epochs, time, patience, stopped or a relaunch."""
+        """Train to the end of the stage; why it ended: epochs, time, patience, stopped, budget or a relaunch."""
         self.clock.start()
         self.run_started = time.perf_counter()
         reason = self._agree()
@@ -262,8 +262,8 @@ class Loop:
         while True:
             requested = self.requests.ask(step, *self._progress(), self.measuring.due(step))
             self.progress, to_profile = requested.progress, requested.profile or to_profile
-            if requested.stop:
-                return self._go_on("stopped")
+            if requested.stop or requested.spent:
+                return self._go_on("stopped" if requested.stop else "budget")
             if requested.checkpoint:
                 self._save(revision=requested.checkpoint)
             if requested.restore:
@@ -451,7 +451,9 @@ class Loop:
         self.clock.interrupt()
 
     def hand_over(self, reason: str, following: str) -> HandOver:
-        """End the stage with a checkpoint; what the next one starts from. All ranks enter."""
+        """End the stage with a validation and a checkpoint; what the next one starts from. All ranks enter."""
+        if self.validated_step != self.position.step:
+            self._validate()  # the clock asks for none, and the report tells how each stage ended
         self.position.ended, elapsed_s = reason, self._elapsed()
         self._save(last=True)
         with evaluation.evaluation_model(self.setup) as model:

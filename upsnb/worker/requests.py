@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from upsnb.errors import RunError
-from upsnb.runs import runfolder
+from upsnb.runs import cost, runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.spans import outside_step
 from upsnb.training import checkpoint, parallel
@@ -31,6 +31,7 @@ class Requested(NamedTuple):
     time_is_up: bool
     turn: int  # of a measurement: what the next step is to be taken with
     stop: bool
+    spent: bool  # the budget
     checkpoint: int
     profile: int
     restore: int
@@ -48,6 +49,7 @@ class Requests:
         self.warned = False  # of what now stands in its place
         self.paused_since: float | None = None
         self._is_first = True  # no step was begun in this launch
+        self.since = time.time() - cost.held_s(runfolder.read_manifest(folder))  # as if it had run without a break
         self._obeyed = {  # by earlier launches
             what: max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
             for what, kind in zip(REVISIONS, ("checkpoint", "profile", "restored", "measuring"))
@@ -98,9 +100,11 @@ class Requests:
                 self._obeyed[what] = max(revision, asked[what])
             asked[runfolder.SETTINGS] *= asked[runfolder.SETTINGS] > flips.revision and not flips.trial  # one by one
             asked[runfolder.PAUSE] *= control.paused
-            message[:] = torch.tensor([progress, time_is_up, turn, control.stop, *asked.values()])
-        progress, time_is_up, turn, stop, *revisions = parallel.broadcast_control(self.ranks, message).tolist()
-        return Requested(progress, bool(time_is_up), int(turn), bool(stop), *map(int, revisions))
+            held_s = time.time() - self.since
+            spent = cost.is_spent(flips.setup.config.cost, held_s)
+            message[:] = torch.tensor([progress, time_is_up, turn, control.stop, spent, *asked.values()])
+        progress, time_is_up, turn, stop, spent, *asked = parallel.broadcast_control(self.ranks, message).tolist()
+        return Requested(progress, bool(time_is_up), int(turn), bool(stop), bool(spent), *map(int, asked))
 
     def load_best(self) -> dict | None:
         """The best checkpoint's state, None where there is none; all ranks enter."""

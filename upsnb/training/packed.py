@@ -1,0 +1,113 @@
+"""A trained model as files to give away: weights in safetensors, what it takes to build it again, and programs.
+
+A program is one call of one dataset, physical fields to physical fields at the resolution of training, written down by
+torch.export: it runs where torch is, without this package.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from upsnb import config as configs
+from upsnb.config import RunConfig
+from upsnb.data.datasets import Outline
+from upsnb.data.spec import DatasetSpec
+from upsnb.errors import ConfigError, RunError
+from upsnb.models.surrogate import Surrogate
+from upsnb.runs import runfolder
+from upsnb.runs.files import read_json, write_json
+from upsnb.training import stages
+
+FORMAT = 1
+WEIGHTS, SPECS, PROGRAM = "model.safetensors", "specs.json", ".pt2"
+COMPLEX = "#complex"  # ends the names of weights that are stored as pairs of real numbers
+MOST_PAIRS = 1024  # in one call of a program
+
+
+def needs_package() -> None:
+    """Refuse where safetensors is missing.
+
+    Raises:
+        ConfigError: it is; with what installs it.
+    """
+    if find_spec("safetensors") is None:
+        raise ConfigError(["safetensors is not installed -> pip install 'upsnb[pack]'"], "a packed model")
+
+
+def write(folder: Path, model: Surrogate, config: RunConfig, stage: str) -> None:
+    """Weights, config and specs.
+
+    Args:
+        stage: the one that the model is of.
+    """
+    from safetensors.torch import save_file
+
+    stored = {}
+    for name, value in model.state_dict().items():
+        plain = torch.view_as_real(value) if value.is_complex() else value
+        stored[name + COMPLEX * value.is_complex()] = plain.detach().cpu().contiguous().clone()
+    save_file(stored, folder / WEIGHTS)
+    configs.save(config, folder / runfolder.CONFIG)
+    specs = {name: vars(spec) for name, spec in model.specs.items()}
+    write_json(folder / SPECS, {"format": FORMAT, "stage": stage, "specs": specs})
+
+
+def load(folder: Path, device: torch.device | str) -> Surrogate:
+    """The model of such a folder, in evaluation mode. Where `model.build` names a file, its text in the config is run.
+
+    Raises:
+        RunError: a file is missing, damaged or of another model.
+    """
+    needs_package()
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        known, config = read_json(folder / SPECS, FORMAT), configs.load(folder / runfolder.CONFIG)
+        outlines = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in known["specs"].items()}
+        model = stages.build(config, outlines, known["stage"]).model
+        model.load_state_dict(
+            {name.removesuffix(COMPLEX): value for name, value in _whole(load_file(folder / WEIGHTS))}
+        )
+    except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise RunError(f"{folder}: is not what this version packs ({found}) -> pack the run again") from None
+    return model.to(device).eval()
+
+
+def _whole(stored: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [(name, torch.view_as_complex(t) if name.endswith(COMPLEX) else t) for name, t in stored.items()]
+
+
+class _Call(nn.Module):
+    """One call of one dataset."""
+
+    def __init__(self, model: Surrogate, name: str):
+        super().__init__()
+        self.model, self.name, self.dt = model, name, model.specs[name].dt
+
+    def forward(self, fields: Tensor, parameters: Tensor) -> Tensor:
+        return self.model(self.name, fields, parameters, self.dt)
+
+
+def write_program(folder: Path, model: Surrogate, name: str) -> str:
+    """Write a dataset's program, for any number of samples; why it could not be written, or an empty text."""
+    spec = model.specs[name]
+    fields = torch.zeros(2, spec.input_frames, spec.input_channels, *spec.grid_shape)
+    parameters = torch.zeros(2, spec.num_parameters)
+    batch = torch.export.Dim("batch", min=1, max=MOST_PAIRS)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                _Call(model, name),
+                (fields, parameters),
+                dynamic_shapes={"fields": {0: batch}, "parameters": {0: batch}},
+            )
+        torch.export.save(program, folder / f"{name}{PROGRAM}")
+    except Exception as error:  # whatever torch finds in a model of somebody's own
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ""
