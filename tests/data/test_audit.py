@@ -93,6 +93,15 @@ def test_the_nearest_state_is_found_in_spite_of_float32(waves):
     assert nearest.tolist() == [7, 30] and distance.max() < audit.SAME
 
 
+def test_of_states_that_are_equally_far_the_first_is_the_nearest_however_many_are_asked_for():
+    known = (0.1 + 0.9 * np.random.default_rng(0).integers(0, 2, size=(400, 100))).astype(np.float32)
+    asked = (0.1 + 0.9 * np.random.default_rng(1).integers(0, 2, size=(40, 100))).astype(np.float32)
+    far = (asked[:, None] != known).sum(axis=2)
+    assert (far == far.min(axis=1)[:, None]).sum(axis=1).max() > 1, "or there is nothing to choose"
+    for some in (asked, asked[:7], asked[:1]):
+        assert source.nearest_states(some, known)[0].tolist() == far.argmin(axis=1)[: len(some)].tolist()
+
+
 def test_errors_are_those_of_the_reports(waves):
     import torch
 

@@ -349,10 +349,21 @@ def first_alike(states: np.ndarray) -> np.ndarray:
 
 
 def nearest_states(asked: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each state the index of the nearest known one, and their relative distance |a - b| / |a|."""
-    squares = np.square(known).sum(axis=1)
-    blocks = np.array_split(asked, -(-len(asked) // 32))
-    nearest = np.concatenate([(squares - 2 * block @ known.T).argmin(axis=1) for block in blocks])
-    # again without the cancellation of that formula, which in float32 hides all below 3e-4
-    distance = np.linalg.norm(asked - known[nearest], axis=1)
-    return nearest, distance / np.maximum(np.linalg.norm(asked, axis=1), 1e-30)
+    """Of each state the index of the nearest known one, the first of equals, and their relative distance |a - b| / |a|.
+
+    In float64, because fields of two values are often equally far away, and float32's rounding, which depends on the
+    machine and on the number of states, would choose among them.
+    """
+    chosen = np.concatenate([_nearest(block, known) for block in np.array_split(asked, -(-len(asked) // 256))])
+    distance = np.linalg.norm(asked - known[chosen], axis=1)
+    return chosen, distance / np.maximum(np.linalg.norm(asked, axis=1), 1e-30)
+
+
+def _nearest(asked: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Indices (n,) of the nearest states; few are wide at a time."""
+    wide = asked.astype(np.float64)
+    own = np.square(wide).sum(axis=1)
+    parts = (part.astype(np.float64) for part in np.array_split(known, -(-len(known) // 1024)))
+    squares = np.concatenate([own[:, None] + np.square(part).sum(axis=1) - 2 * wide @ part.T for part in parts], axis=1)
+    equal = squares.min(axis=1) + 1e-12 * own
+    return (squares <= equal[:, None]).argmax(axis=1)
