@@ -27,7 +27,7 @@ def test_all_launches_count_and_what_lies_between_them_does_not(tmp_path):
     launches = [{"started": 0.0, "ended": HOUR}, {"started": 10 * HOUR, "ended": 10.5 * HOUR}, {"started": 20 * HOUR}]
     run = priced(tmp_path, launches)
     assert cost.held_s(run.manifest, now=20.25 * HOUR) == 1.75 * HOUR
-    assert cost.of(run.manifest, now=20.25 * HOUR) == {
+    assert cost.of(run.current_config.cost, cost.held_s(run.manifest, now=20.25 * HOUR)) == {
         "price_per_hour": 2.0, "held_s": 1.75 * HOUR, "dollars": 3.5, "budget": 5.0,
     }  # fmt: skip
     assert cost.held_s(run.manifest, now=19 * HOUR) == 1.5 * HOUR, "a clock that was put back takes nothing away"
@@ -45,15 +45,12 @@ def test_a_run_whose_machine_died_cost_nothing_afterwards(tmp_path):
 
 def test_a_price_that_was_corrected_counts_from_the_start(tmp_path):
     run = priced(tmp_path, [{"started": 0.0, "ended": HOUR}], price_per_hour=3.0, budget=None)
-    assert cost.of(run.manifest) == {"price_per_hour": 3.0, "held_s": HOUR, "dollars": 3.0, "budget": None}
+    assert runfolder.costs(run.folder) == {"price_per_hour": 3.0, "held_s": HOUR, "dollars": 3.0, "budget": None}
 
 
-def test_without_a_price_nothing_is_claimed_and_older_runs_are_read(tmp_path):
-    run = write_run(tmp_path, [])
-    manifest = run.manifest
-    del manifest["cost"]
-    for known in (run.manifest, manifest):
-        assert cost.of(known) == {"price_per_hour": None, "held_s": 0.0, "dollars": None, "budget": None}
+def test_without_a_price_nothing_is_claimed(tmp_path):
+    found = runfolder.costs(write_run(tmp_path, []).folder)
+    assert found == {"price_per_hour": None, "held_s": 0.0, "dollars": None, "budget": None}
     assert not cost.is_spent(CostConfig(budget=0.01), 1e9), "what costs nothing spends nothing"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pandas as pd
 
 from upsnb import overlays
@@ -15,7 +16,7 @@ from upsnb.phases import names_on
 from upsnb.report.figures import RunFigures, end_of_last_launch, fall, read_evaluation
 from upsnb.report.file import finish, number
 from upsnb.report.style import save_all
-from upsnb.runs import cost, runfolder
+from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
@@ -82,8 +83,8 @@ def run_numbers(run: Run) -> dict:
         "verdicts": manifest.get("verdicts", {}),  # phase: what it is to this model, and which parts or why not
         "num_launches": max(len(manifest["segments"]), 1),
         "cost": runfolder.costs(run.folder),
-        "energy_wh": cost.energy_wh(events),
-        "gpu_utilisation_percent": cost.utilisation(events),
+        "energy_wh": _energy_wh(events),
+        "gpu_utilisation_percent": _utilisation(events),
         "settings": overlays.difference(RunConfig(), config),  # all that differs from the defaults
     }
 
@@ -148,6 +149,23 @@ def _epoch_s(steps: list[dict]) -> float | None:
         after - ends[stage, epoch - 1] for (stage, epoch), after in [*ends.items()][:-1] if (stage, epoch - 1) in ends
     ]
     return median(lengths) if lengths else None
+
+
+def _energy_wh(events: list[dict]) -> float | None:
+    """What the GPUs drew, by their own word once a second [Wh]; None where they say nothing."""
+    readings = [event for event in events if event["kind"] == "telemetry" and None not in event["power_w"]]
+    pairs = zip(readings, readings[1:])
+    total = sum(sum(one["power_w"]) * min(after["time"] - one["time"], 10.0) for one, after in pairs)  # a pause is none
+    return total / 3600 if len(readings) > 1 else None
+
+
+def _utilisation(events: list[dict]) -> dict[str, float | None]:
+    """How busy the GPUs were, by their own word once a second: mean and lowest tenth [%]; None if they say nothing."""
+    readings = (event["utilisation_percent"] for event in events if event["kind"] == "telemetry")
+    told = [value for reading in readings for value in reading if value is not None]
+    if not told:
+        return {"mean": None, "p10": None}
+    return {"mean": float(np.mean(told)), "p10": float(np.percentile(told, 10))}
 
 
 def _first(events: list[dict], kind: str, field: str) -> float | None:

@@ -1,14 +1,11 @@
-"""What a run costs: the price of its machine for all the time that it held it, energy, and how busy its GPUs were."""
+"""What a run costs: the price of its machine for all the time that it held it, start-up and pauses too."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from statistics import fmean, quantiles
+from collections.abc import Mapping
 
 from upsnb.values import CostConfig
-
-PRICE, BUDGET = "cost.price_per_hour", "cost.budget"
 
 
 def held_s(manifest: Mapping, now: float | None = None) -> float:
@@ -34,32 +31,15 @@ def is_spent(settings: CostConfig, seconds: float) -> bool:
     return settings.budget is not None and dollars(settings.price_per_hour, seconds) >= settings.budget
 
 
-def of(manifest: Mapping, now: float | None = None) -> dict:
+def of(settings: CostConfig, seconds: float) -> dict:
     """Price [$/h], time held [s], cost and budget [$], None where nobody said one.
 
     A price that was corrected while the run trained counts from its start.
     """
-    said = {**manifest.get("cost", {}), **manifest["applied"]["overlay"]}  # older runs have none
-    price, seconds = said.get(PRICE) or None, held_s(manifest, now)
+    price = settings.price_per_hour or None
     return {
         "price_per_hour": price,
         "held_s": round(seconds, 3),
         "dollars": round(dollars(price, seconds), 4) if price else None,
-        "budget": said.get(BUDGET),
+        "budget": settings.budget,
     }
-
-
-def energy_wh(events: Iterable[dict]) -> float | None:
-    """What the GPUs drew, by their own word once a second [Wh]; None where they say nothing."""
-    readings = [event for event in events if event["kind"] == "telemetry" and None not in event.get("power_w", [None])]
-    pairs = zip(readings, readings[1:])
-    total = sum(sum(one["power_w"]) * min(after["time"] - one["time"], 10.0) for one, after in pairs)  # a pause is none
-    return total / 3600 if len(readings) > 1 else None
-
-
-def utilisation(events: Iterable[dict]) -> dict[str, float | None]:
-    """How busy the GPUs were, by their own word once a second: mean and lowest tenth [%]; None if they say nothing."""
-    readings = (event["utilisation_percent"] for event in events if event["kind"] == "telemetry")
-    told = [value for reading in readings for value in reading if value is not None]
-    lowest = quantiles(told * 2 if len(told) == 1 else told, n=10, method="inclusive") if told else [None]
-    return {"mean": fmean(told) if told else None, "p10": lowest[0]}

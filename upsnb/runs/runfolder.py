@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from upsnb import config as configs
+from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.overlays import project_root as project_root
@@ -75,7 +76,6 @@ class _Manifest(Shape):
     segments: list[_Segment]
     applied: _Applied
     supervisor: Annotated[str, Field(pattern=r"^\d+:")] | None
-    cost: dict[str, float | None] = {}
 
 
 def read_manifest(folder: Path) -> dict:
@@ -181,7 +181,6 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
             "data": {name: dataset.generate.seed for name, dataset in config.data.datasets.items()},
         },
         "segments": segments,  # one per launch of the workers
-        "cost": {cost.PRICE: config.cost.price_per_hour, cost.BUDGET: config.cost.budget},  # as it was started
         "phases_skipped": skipped or {},  # phase: why
         # what the run does now: the last revision of control.json that was answered, and the difference from
         # config.yaml that is in force since; a refused revision is answered and leaves the overlay as it was
@@ -407,7 +406,10 @@ def _last_sign(folder: Path) -> float:
 
 def costs(folder: Path) -> dict:
     """What a run has cost, as `cost.of` says; one that died held its machine until it last said something."""
-    return cost.of(read_manifest(folder), None if state(folder)[0] in ALIVE else _last_sign(folder))
+    manifest = read_manifest(folder)
+    config = overlays.apply(configs.load(folder / CONFIG), manifest["applied"]["overlay"])
+    until = None if state(folder)[0] in ALIVE else _last_sign(folder)
+    return cost.of(config.cost, cost.held_s(manifest, until))
 
 
 def _is_supervised(folder: Path, manifest: dict, process: subprocess.Popen | None) -> bool:

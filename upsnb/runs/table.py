@@ -116,6 +116,7 @@ class _Row(Shape):
     samples_per_s: float | None
     ci95_low: float | None
     ci95_high: float | None
+    dollars: float | None
     nrmse: dict[str, float | None]
 
 
@@ -145,12 +146,7 @@ def _of_run(folder: Path) -> dict:
     if not values["nrmse"]:
         values |= _validated(folder)
     causes, notes = "; ".join(filter(None, (cause, *damage))), runfolder.read_notes(folder)
-    said = {
-        "dollars": runfolder.costs(folder)["dollars"],
-        "cause": causes or None,
-        "tags": ", ".join(notes["tags"]) or None,
-        "note": notes["note"] or None,
-    }
+    said = {"cause": causes or None, "tags": ", ".join(notes["tags"]) or None, "note": notes["note"] or None}
     return {**values, "status": status, "created": datetime.fromtimestamp(manifest["created"]), **said}
 
 
@@ -171,6 +167,7 @@ def _reported(report: dict) -> dict:
         **{key: report[key] for key in ("train_time_s", "num_ranks", "device", "steps")},
         "phases_on": ", ".join(report["phases_on"]),
         **_speed(report["samples_per_s"]),
+        "dollars": report.get("cost", {}).get("dollars"),  # older ones have none
         **_headlines(report["datasets"]),
     }
 
@@ -190,6 +187,7 @@ def _followed(folder: Path, damage: list[str]) -> dict:
         "steps": step.get("step", 0),
         "phases_on": None if phases_on is None else ", ".join(phases_on),
         **_speed(steady_throughput(newest_events(folder, ("segment", "step"), TAIL_BYTES))),
+        "dollars": runfolder.costs(folder)["dollars"],
         **_headlines(evaluation.get("datasets", {})),
     }
 

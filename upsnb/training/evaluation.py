@@ -215,9 +215,10 @@ def _scores(dataset: Dataset, statistics: dict[str, dict[str, Tensor]]) -> dict:
     if "rollout" in reduced:
         scores |= {f"rollout_{key}": value for key, value in reduced["rollout"].items()}
         scores[f"rollout_{baseline}"] = reduced["rollout_baseline"]["nrmse_mean"]
-        times, correlations = dataset.source.times[dataset.frames[dataset.given_frames :]], statistics["rollout"]
-        lasts = metrics.correlation_time(times, metrics.correlation_per_time(correlations), _given_until(dataset))
-        scores |= dict(zip(("rollout_correlation_time", "rollout_correlation_lost"), lasts))
+        times = dataset.source.times[dataset.frames[dataset.given_frames :]]
+        correlations = metrics.correlation_per_time(statistics["rollout"])
+        lasts, lost = metrics.correlation_time(times, correlations, _given_until(dataset))
+        scores |= {"rollout_correlation_time": lasts, "rollout_correlation_lost": lost}
     return scores
 
 

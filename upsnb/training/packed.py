@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from upsnb import config as configs
 from upsnb.config import RunConfig
-from upsnb.data.datasets import Outline
-from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, RunError
 from upsnb.models.surrogate import Surrogate
 from upsnb.runs import runfolder
@@ -68,8 +66,7 @@ def load(folder: Path, device: torch.device | str) -> Surrogate:
 
     try:
         known, config = read_json(folder / SPECS, FORMAT), configs.load(folder / runfolder.CONFIG)
-        outlines = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in known["specs"].items()}
-        model = stages.build(config, outlines, known["stage"]).model
+        model = stages.saved_model(config, known["specs"], known["stage"])
         model.load_state_dict(
             {name.removesuffix(COMPLEX): value for name, value in _whole(load_file(folder / WEIGHTS))}
         )

@@ -17,8 +17,7 @@ from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Batch, Loader
-from upsnb.data.datasets import Dataset, Outline, generate_missing, open_all
-from upsnb.data.spec import DatasetSpec
+from upsnb.data.datasets import Dataset, generate_missing, open_all
 from upsnb.errors import ConfigError, RunError
 from upsnb.models import surrogate
 from upsnb.models.surrogate import Surrogate
@@ -472,8 +471,8 @@ def load_model(folder: Path | str, which: str = "latest", device: torch.device |
         raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
     with checkpoint.as_saved(f"{folder}/{state['name']}"):
         config = configs.parse(state["config"], f"the checkpoint in {folder}")
-        datasets = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in state["specs"].items()}
-        model = stages.build(config, datasets, state["position"].get("stage", stages.OPERATOR)).model.to(device)
+        stage = state["position"].get("stage", stages.OPERATOR)
+        model = stages.saved_model(config, state["specs"], stage).to(device)
         model.load_state_dict(state["setup"]["model"])
         if state["setup"]["ema"] is not None:
             ema = optimizers.Ema(model, decay=0.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from upsnb.config import OPERATOR, OptimizerConfig, RunConfig, StageConfig
 from upsnb.data.datasets import Dataset, Outline
+from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, Problem
 from upsnb.models import chosen
 from upsnb.models.surrogate import Surrogate
@@ -64,6 +65,16 @@ def build(
             break
     check(objective, config)
     return objective
+
+
+def saved_model(config: RunConfig, specs: Mapping[str, dict], stage: str) -> Surrogate:
+    """The untrained model of a stage, for weights that were saved.
+
+    Args:
+        specs: of its datasets, each a DatasetSpec as plain data.
+    """
+    outlines = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in specs.items()}
+    return build(config, outlines, stage).model
 
 
 def check(objective: Objective, config: RunConfig) -> None:

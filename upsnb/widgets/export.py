@@ -41,10 +41,10 @@ class Sink(ABC):
     PACKAGE = ""  # that it needs
 
     @abstractmethod
-    def __init__(self, run: Run, name: str, folder: Path):
+    def __init__(self, run: Run, run_id: str, folder: Path):
         """
         Args:
-            name: the id of the run, always the same.
+            run_id: always the same for a run.
             folder: its own, empty.
         """
 
@@ -73,7 +73,7 @@ class Sink(ABC):
 class Csv(Sink):
     """`scalars.csv`, a row for each number, and `markers.csv`, a row for whatever happened."""
 
-    def __init__(self, run: Run, name: str, folder: Path):
+    def __init__(self, run: Run, run_id: str, folder: Path):
         self.files = [open(folder / f"{kind}.csv", "w", newline="") for kind in ("scalars", "markers")]
         self.rows, self.marks = map(csv.writer, self.files)
         self.rows.writerow(("launch", "stage", "step", "time", "name", "value"))
@@ -102,7 +102,7 @@ class TensorBoard(Sink):
 
     PACKAGE = "tensorboard"
 
-    def __init__(self, run: Run, name: str, folder: Path):
+    def __init__(self, run: Run, run_id: str, folder: Path):
         self.folder = str(folder)
         self.writer = self._open()
         self.writer.add_text("config", f"```yaml\n{configs.dump(run.current_config)}\n```")
@@ -134,12 +134,12 @@ class WandB(Sink):
 
     PACKAGE = "wandb"
 
-    def __init__(self, run: Run, name: str, folder: Path):
+    def __init__(self, run: Run, run_id: str, folder: Path):
         import wandb
 
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=name,
+            id=run_id,
             name=run.folder.name,
             dir=folder,
             config=run.current_config.model_dump(mode="json"),
@@ -169,7 +169,7 @@ class MLflow(Sink):
 
     PACKAGE = "mlflow"
 
-    def __init__(self, run: Run, name: str, folder: Path):
+    def __init__(self, run: Run, run_id: str, folder: Path):
         import mlflow
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -179,14 +179,14 @@ class MLflow(Sink):
         uri = uri or f"sqlite:///{own / 'mlflow.db'}"
         self.client, self.entities = mlflow.MlflowClient(tracking_uri=uri), mlflow.entities
         experiment = self.client.get_experiment_by_name(PROJECT)
-        number = experiment.experiment_id if experiment else self.client.create_experiment(PROJECT, place)
-        known = self.client.search_runs([number], f"tags.upsnb_id = '{name}'")
-        started = known[0] if known else self.client.create_run(number, None, {"upsnb_id": name}, run.folder.name)
-        self.run_id, self.waiting, self.told = started.info.run_id, [], []
+        where = experiment.experiment_id if experiment else self.client.create_experiment(PROJECT, place)
+        known = self.client.search_runs([where], f"tags.upsnb_id = '{run_id}'")
+        started = known[0] if known else self.client.create_run(where, None, {"upsnb_id": run_id}, run.folder.name)
+        self.number, self.waiting, self.told = started.info.run_id, [], []
         settings = {} if known else overlays.flatten(run.config.model_dump(mode="json"))  # it lets nobody change them
         params = [mlflow.entities.Param(key, str(value)[:500]) for key, value in settings.items()]
         for at in range(0, len(params), 100):
-            self.client.log_batch(self.run_id, params=params[at : at + 100])
+            self.client.log_batch(self.number, params=params[at : at + 100])
 
     def scalars(self, event: dict, values: dict[str, float]) -> None:
         at = int(1e3 * event["time"])
@@ -202,17 +202,17 @@ class MLflow(Sink):
         self.told.append(f"back to step {step}")
 
     def _send(self) -> None:
-        self.client.log_batch(self.run_id, metrics=self.waiting)
+        self.client.log_batch(self.number, metrics=self.waiting)
         self.waiting = []
         if self.told:
-            self.client.log_text(self.run_id, "\n".join(self.told), "events.txt")
+            self.client.log_text(self.number, "\n".join(self.told), "events.txt")
 
     def close(self, status: str, reached: dict[str, float]) -> None:
         self._send()
         for name, value in reached.items():
-            self.client.log_metric(self.run_id, f"reached/{name}", value)
+            self.client.log_metric(self.number, f"reached/{name}", value)
         ended = {"finished": "FINISHED", **dict.fromkeys(ALIVE, "RUNNING")}
-        self.client.set_terminated(self.run_id, ended.get(status, "FAILED"))
+        self.client.set_terminated(self.number, ended.get(status, "FAILED"))
 
 
 SINKS: dict[str, type[Sink]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
@@ -240,7 +240,7 @@ def export(run: Run, to: str, folder: Path | None = None, follow: bool = False) 
     folder = folder or run.folder / FOLDER / to
     try:
         own_folder(folder)
-        sink = SINKS[to](run, _name(first[0]), folder)
+        sink = SINKS[to](run, _run_id(first[0]), folder)
         copy = _Copy(sink)
         try:
             if follow:
@@ -304,7 +304,7 @@ def words(event: dict) -> list[str]:
     return said
 
 
-def _name(first: dict) -> str:
+def _run_id(first: dict) -> str:
     """An id that stays a run's own, wherever its folder goes and however often it is continued."""
     return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
 
