@@ -1,11 +1,12 @@
 """What a machine cannot do, or hold, is said before anything starts."""
 
+import dataclasses
 import os
 
 import pytest
 import torch
 
-from upsnb import hardware, overlays
+from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 
@@ -81,3 +82,15 @@ def test_what_no_machine_can_hold_is_refused_on_the_largest(values):
     largest = Hardware("cuda", 1, "a GPU", 200.0, 64, (9, 0))
     with pytest.raises(ConfigError, match="and 200.0 GiB are there"):
         hardware.check_runnable(overlays.resolve(values), largest)
+
+
+def test_bf16_is_left_out_where_the_cpu_computes_it_slowly_if_that_is_asked_for():
+    slow = Hardware("cpu", 1, "a laptop", 16.0, 4, cpu_has_bf16=False)
+    asked = {"device": "cpu", "amp": True, "amp_dtype": "bfloat16"}
+    obeyed, skips = overlays.resolve(asked), overlays.resolve({**asked, "on_missing": "skip"})
+    assert hardware.problems(obeyed, slow) == [] and hardware.slow_halves(obeyed, slow)
+    config, skipped = phases.skip_missing(skips, slow)
+    assert not config.training.amp and hardware.problems(config, slow) == []
+    assert list(skipped) == ["bf16"] and "a laptop has no instructions" in skipped["bf16"]
+    for machine in (dataclasses.replace(slow, cpu_has_bf16=True), A100):
+        assert phases.skip_missing(overlays.apply(skips, {"training.device": "auto"}), machine)[1] == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ class Hardware:
     num_cores: int
     compute_capability: tuple[int, int] | None = None  # of a CUDA device
     unusable: str = ""  # why the GPU that is there cannot be used
+    cpu_has_bf16: bool = True  # instructions for products of bfloat16; without them torch computes one by one
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -36,8 +38,19 @@ def detect() -> Hardware:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         memory, capability = properties.total_memory / 2**30, (properties.major, properties.minor)
-        return Hardware("cuda", torch.cuda.device_count(), properties.name, memory, cores, capability)
-    return Hardware("cpu", 1, _processor_name(), host_memory_gib(), cores, unusable=_why_no_cuda())
+        count, name = torch.cuda.device_count(), properties.name
+        return Hardware("cuda", count, name, memory, cores, capability, cpu_has_bf16=cpu_has_bf16())
+    found = _why_no_cuda(), cpu_has_bf16()
+    return Hardware("cpu", 1, _processor_name(), host_memory_gib(), cores, None, *found)
+
+
+@functools.cache
+def cpu_has_bf16() -> bool:
+    """Whether oneDNN, which computes torch's products on a CPU, has instructions for those of bfloat16 here."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a torch without oneDNN
+        return False
 
 
 def versions() -> dict[str, str]:
@@ -129,6 +142,12 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
         f"bfloat16 is computed by tensor cores from 8.0 on, far slower than float32 before, and {old}",
         "set it to float16",
     )
+    cannot(
+        slow_halves(config, hardware) and training.on_missing == "skip",
+        "training.amp",
+        f"{hardware.device_name} {SLOW_HALVES}",
+        "set it to false",
+    )
     backend, flash = config.operator.pdet.attention, config.operator.pdet.attention == "flash" and device == "cuda"
     is_half = training.amp and training.amp_dtype != "float32"
     cannot(
@@ -156,6 +175,15 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
         "choose efficient",
     )
     return found + _too_large(config, hardware, device) + _not_yet(config)
+
+
+SLOW_HALVES = "has no instructions for products in half precision, which take ten times as long as in float32"
+
+
+def slow_halves(config: RunConfig, hardware: Hardware) -> bool:
+    """Whether a run computes in half precision on a CPU that is slower that way; it can, so that refuses nothing."""
+    is_half = config.training.amp and config.training.amp_dtype != "float32"
+    return is_half and resolve_device(config, hardware) == "cpu" and not hardware.cpu_has_bf16
 
 
 BLOCK_BYTES = 32 * 2**10  # of the Python objects that make one block of the operator, on the host; 35 KiB measured

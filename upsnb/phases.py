@@ -393,12 +393,15 @@ def skip_missing(
     for phase in BY_NAME.values():
         if not is_on(phase, config):
             continue
-        try:
-            without = overlays.apply(config, off_overlay(phase, base or config))
-        except ConfigError:  # another setting needs the phase
-            continue
-        left = machines.problems(without, hardware)
-        solved = [str(problem) for problem in machines.problems(config, hardware) if problem not in left]
-        if solved:
-            skipped[phase.name], config = "; ".join(solved), without
+        # what the phase is instead of, and where that cannot run either, as on a CPU without halves, none of both
+        for off in (off_overlay(phase, base or config), {path: setting(RunConfig(), path) for path in phase.on}):
+            try:
+                without = overlays.apply(config, off)
+            except ConfigError:  # another setting needs the phase
+                continue
+            left = machines.problems(without, hardware)
+            solved = [str(problem) for problem in machines.problems(config, hardware) if problem not in left]
+            if solved:
+                skipped[phase.name], config = "; ".join(solved), without
+                break
     return config, skipped

@@ -70,3 +70,14 @@ def test_the_update_has_a_size_that_no_gradient_changes(scale):
     Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.9).step()
     size = weight.square().mean().sqrt()
     assert 0.1 < size < 0.3  # AdamW's is about 0.2
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_products_are_in_the_format_that_the_cpu_has_instructions_for(monkeypatch, has_bf16):
+    seen = []
+    monkeypatch.setattr(muon.hardware, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(muon, "orthogonal", lambda x, *settings: seen.append(x.dtype) or x)
+    weight = torch.nn.Parameter(torch.randn(8, 16))
+    weight.grad = torch.randn(8, 16)
+    Muon([weight], lr=0.1).step()
+    assert seen == [torch.bfloat16 if has_bf16 else torch.float32]

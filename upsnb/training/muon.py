@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from upsnb import hardware
 from upsnb.training.offload import local
 
 # Of one chain: larger products keep a machine busy by themselves, and batches cost memory.
@@ -64,7 +65,7 @@ class Muon(torch.optim.Muon):
         for (shorter, longer, device), those in alike.items():
             count = max(1, BATCH_ELEMENTS[device.type] // (shorter * longer))
             for numbers in (those[start : start + count] for start in range(0, len(those), count)):
-                wide = torch.stack([wide_view(update) for update in updates(numbers)]).bfloat16()
+                wide = torch.stack([wide_view(update) for update in updates(numbers)]).to(product_dtype(device))
                 directions = orthogonal(wide, group["ns_coefficients"], group["ns_steps"], group["eps"]).float()
                 yield numbers, [d if weights[n].shape[0] == shorter else d.mT for n, d in zip(numbers, directions)]
 
@@ -102,6 +103,11 @@ class Muon(torch.optim.Muon):
         yield order, shares(sent.float(), order, rank)
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What the products are computed in: bfloat16, unless a CPU has no instructions for it (docs/LOG.md)."""
+    return torch.float32 if device.type == "cpu" and not hardware.cpu_has_bf16() else torch.bfloat16
+
+
 def _is_sharded(weight: Tensor) -> bool:
     if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1:
         return False
@@ -134,7 +140,7 @@ def wide_view(matrix: Tensor) -> Tensor:
 def orthogonal(x_NRC: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Newton-Schulz iterations towards matrices with orthonormal rows (Muon, arXiv 2502.16982, section 2.1).
 
-    (N, R, C) bfloat16 with R <= C -> the same; singular values end between 0.5 and 1.5, which suffices.
+    (N, R, C) bfloat16 or float32 with R <= C -> the same; singular values end between 0.5 and 1.5, which suffices.
     """
     a, b, c = coefficients
     x_NRC = x_NRC / torch.linalg.matrix_norm(x_NRC, keepdim=True).clamp(min=eps)

@@ -413,7 +413,7 @@ def cold_changes(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def idle_settings(setup: Setup) -> list[str]:
-    """What the config asks for and what changes nothing here, a sentence each."""
+    """What the config asks for and what changes nothing here, or costs more than it saves, a sentence each."""
     training, resident, said = setup.config.training, setup.loader.residency == "device", []
     queries = training.query_sampling
     for name, dataset in setup.datasets.items():
@@ -430,6 +430,8 @@ def idle_settings(setup: Setup) -> list[str]:
         )
     if training.pin_memory and (resident or setup.ranks.device.type != "cuda"):
         said.append("training.pin_memory is on and no batch is copied from host to GPU -> it changes nothing")
+    if hardware.slow_halves(setup.config, machine := hardware.detect()):
+        said.append(f"{machine.device_name} {hardware.SLOW_HALVES} -> set training.amp to false, or on_missing to skip")
     return said
 
 
