@@ -25,7 +25,7 @@ from keep import save
 from upsnb import overlays
 from upsnb.data import datasets
 from upsnb.models.geometry import grid_points
-from upsnb.runs import runfolder, supervisor
+from upsnb.runs import ranks, runfolder
 from upsnb.runs.throughput import throughput_ratio
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
@@ -97,8 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/wrapper/wrapper.json")
     args = parser.parse_args()
-    if not supervisor.KEEP_FREED_PAGES.items() <= os.environ.items():  # read when a process starts
-        os.execve(sys.executable, (sys.executable, *sys.argv), os.environ | supervisor.KEEP_FREED_PAGES)
+    if not ranks.KEEP_FREED_PAGES.items() <= os.environ.items():  # read when a process starts
+        os.execve(sys.executable, (sys.executable, *sys.argv), os.environ | ranks.KEEP_FREED_PAGES)
     found: dict[str, dict] = {}
     for model in MODELS:
         files = ROOT / "params/minute.yaml", ROOT / f"params/models/{model}.yaml"

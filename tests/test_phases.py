@@ -10,7 +10,7 @@ from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 from upsnb.phases import BY_NAME, HOT, PHASES, baseline_overlay, is_on, off_overlay, skip_missing, switchable, unmet
-from upsnb.runs import handle, runfolder, supervisor
+from upsnb.runs import handle, ranks, runfolder, supervisor
 from upsnb.training.setup import cold_changes
 
 PARAMS = Path(__file__).resolve().parents[1] / "params"
@@ -203,14 +203,14 @@ def test_nccl_variables_are_set_for_the_workers_and_the_users_own_win(tmp_path, 
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     own = {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
     watcher = supervisor.Supervisor(runfolder.create(RunConfig(), tmp_path / "off"))
-    assert watcher._nccl_environment() == (own, [])
+    assert ranks.nccl_environment(watcher.config) == (own, [])
     folder = runfolder.create(overlays.resolve({"nccl_tuning": True}), tmp_path / "on")
     watcher = supervisor.Supervisor(folder)
     watcher._open_segment(0, None)
-    environment = watcher._environment()
-    assert {**supervisor.NCCL_TUNING, **own}.items() <= environment.items()
+    environment = ranks.environment(folder, watcher.config, folder, 0, "1:2")
+    assert {**ranks.NCCL_TUNING, **own}.items() <= environment.items()
     (segment,) = runfolder.read_manifest(folder)["segments"]
-    assert segment["environment"] == {**supervisor.NCCL_TUNING, **own}
+    assert segment["environment"] == {**ranks.NCCL_TUNING, **own}
     assert segment["environment_kept"] == ["NCCL_IB_DISABLE"]
 
 
@@ -238,15 +238,14 @@ def test_an_extra_is_refused_where_it_acts_on_nothing(name, machine, settings, r
     ],
 )
 def test_the_allocator_is_told_before_it_starts_and_the_user_s_word_stays(tmp_path, monkeypatch, own, given):
-    for name in supervisor.ALLOCATOR:
+    for name in ranks.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     for on in (True, False):
         config = overlays.resolve({"expandable_segments": on})
-        watcher = supervisor.Supervisor(runfolder.create(config, tmp_path / str(on)))
-        watcher._open_segment(0, None)
-        assert watcher._environment().get("PYTORCH_ALLOC_CONF") == (given if on else None)
+        environment = ranks.environment(tmp_path, config, tmp_path, 0, "1:2")
+        assert environment.get("PYTORCH_ALLOC_CONF") == (given if on else None)
 
 
 def test_a_run_starts_without_the_phases_it_skips_and_says_so(tmp_path, monkeypatch, capsys):

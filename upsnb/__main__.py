@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   python -m upsnb show my-run                  what it does, what it reached, why it failed
   python -m upsnb flip my-run compile on       change it while it trains
   python -m upsnb stop my-run                  it saves and ends; resume goes on where it was
+  python -m upsnb join outputs/my-run          another machine trains too
   python -m upsnb compare one other            two finished runs
   python -m upsnb board                        all runs that are comparable, ranked
   python -m upsnb sweep lr.yaml                train with many settings, or go on with it
@@ -99,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     command("show", "print what a run does or reached, or why it failed", lambda args: commands.show(args.run), "RUN")
     command("resume", "go on with a run that is paused or stopped", lambda args: commands.resume(args.run), "RUN")
     command("stop", "let a run finish its step, save and end", lambda args: commands.stop(args.run), "RUN")
+    joined = command(
+        "join",
+        "train with this machine too, in a run of several machines",
+        lambda args: commands.join(args.folder, args.wait),
+    )
+    joined.add_argument("folder", type=Path, metavar="FOLDER", help="of the run, on a disk that all machines share")
+    joined.add_argument("--wait", type=float, default=600.0, metavar="S", help="for the run to start (600)")
     flipped = command(
         "flip",
         "switch a phase of a run while it trains",

@@ -132,6 +132,13 @@ def resume(name: str) -> None:
     print(summary(run.folder))
 
 
+def join(folder: Path, wait_s: float) -> int:
+    """Train with this machine too, until the run has ended; 1 if it did not end well."""
+    from upsnb.runs.nodes import Member
+
+    return int(Member(folder.absolute()).run(wait_s) != "finished")
+
+
 def stop(name: str) -> None:
     """Let a run finish its step, save and end; returns when it has."""
     run = _living(name)

@@ -36,6 +36,7 @@ from upsnb.values import (
     PositiveFraction,
     PositiveInt,
     Quantity,
+    QuerySamplingConfig,
     Section,
     Seed,
 )
@@ -168,18 +169,12 @@ class ModelConfig(Section):
     source: str = ""  # text of file.py, filled when a run starts: it stays with the run
 
 
-class QuerySamplingConfig(Section):
-    """At how many points the decoded field is compared with the truth."""
-
-    num_queries: PositiveInt | None = None  # points per sample; empty: the whole grid
-    jitter: OpenFraction = 0.0  # off-grid shift of query points, in cells
-
-
 class TrainingConfig(Section):
     """How much is trained at a time, how fast, and on which losses."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
-    num_gpus: PositiveInt = 1  # ranks; on the CPU that many processes
+    num_gpus: PositiveInt = 1  # ranks, on all machines together; on the CPU that many processes
+    num_nodes: PositiveInt = 1  # machines, which share the run's folder; each has as many of the ranks
     threads_per_rank: PositiveInt | None = None  # CPU threads of one rank; empty: cores / ranks
     seed: Seed = 42  # weights, data order, augmentation
     batch_size: PositiveInt = 8  # training pairs per rank and microbatch
@@ -223,6 +218,11 @@ class TrainingConfig(Section):
     stall_timeout_s: PositiveFloat = 600.0  # a rank without progress for so long is hung [s]
     max_restarts: NonNegativeInt = 0  # relaunches after a crash, from the last good checkpoint
     on_missing: Literal["error", "skip"] = "error"  # a phase that cannot run here: refuse, or leave it out and say so
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.num_gpus // self.num_nodes
 
 
 class OptimizerConfig(Section):

@@ -90,9 +90,9 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
     else:
         there = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
         cannot(
-            training.device != "cpu" and training.num_gpus > hardware.num_devices,
+            training.device != "cpu" and training.ranks_per_node > hardware.num_devices,
             "training.num_gpus",
-            f"{training.num_gpus} were asked for and this machine has {there}",
+            f"{training.ranks_per_node} were asked for and this machine has {there}",
             f"lower it, or set training.device: cpu to rehearse with {training.num_gpus} CPU processes",
         )
     ranks = "on the CPU" if device == "cpu" else "on a single device"
@@ -195,7 +195,7 @@ MOST_THREADS = 1024  # of one rank
 def _too_large(config: RunConfig, hardware: Hardware, device: str) -> list[Problem]:
     """What cannot fit into this machine by a lower bound of its size, found without building anything."""
     host, training = host_memory_gib() * 2**30, config.training
-    room, ranks = (hardware.device_memory_gib * 2**30, 1) if device == "cuda" else (host, training.num_gpus)
+    room, ranks = (hardware.device_memory_gib * 2**30, 1) if device == "cuda" else (host, training.ranks_per_node)
     found, token = unbuildable(config, room, ranks), 4 * max(config.latent.dim, config.operator.pdet.hidden_dim)
     if training.threads_per_rank and training.threads_per_rank > MOST_THREADS:
         remedy = f"lower it, this machine has {hardware.num_cores} cores"

@@ -79,6 +79,12 @@ def contradictions(config) -> list[Problem]:
         found = f"is {width} but latent.dim is {latent.dim}"
         require(width in (None, latent.dim), path, found, "make them equal")
     require(
+        training.num_gpus % training.num_nodes == 0,
+        "training.num_gpus",
+        f"{training.num_gpus} ranks on {training.num_nodes} machines",
+        "give each machine as many",
+    )
+    require(
         pdet.hidden_dim % pdet.num_heads == 0 and (pdet.hidden_dim // pdet.num_heads) % 2 == 0,
         "operator.pdet.num_heads",
         f"{pdet.hidden_dim} over {pdet.num_heads} heads",

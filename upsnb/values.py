@@ -84,3 +84,10 @@ class CostConfig(Section):
 
     price_per_hour: NonNegativeFloat = 0.0  # of the whole machine [$]; 0: nobody said
     budget: PositiveFloat | None = None  # [$]; once it is spent the run saves, evaluates and ends
+
+
+class QuerySamplingConfig(Section):
+    """At how many points the decoded field is compared with the truth."""
+
+    num_queries: PositiveInt | None = None  # points per sample; empty: the whole grid
+    jitter: OpenFraction = 0.0  # off-grid shift of query points, in cells

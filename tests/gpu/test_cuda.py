@@ -18,7 +18,7 @@ from upsnb.memory import measure, predict
 from upsnb.models import surrogate
 from upsnb.profile import report
 from upsnb.runs import handle, runfolder
-from upsnb.runs.supervisor import allocator_environment
+from upsnb.runs.ranks import allocator_environment
 from upsnb.training import checkpoint, evaluation, parallel
 from upsnb.training.compiling import CompileCounter
 from upsnb.training.losses import active_terms

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from upsnb import overlays
 from upsnb.config import TrainingConfig
 from upsnb.models.transformer import Block
-from upsnb.runs import runfolder
-from upsnb.runs.supervisor import Supervisor
+from upsnb.runs import ranks, runfolder
 from upsnb.training import compiling
 from upsnb.training.compiling import CompileCounter, keep_graphs
 from upsnb.training.losses import active_terms
@@ -326,12 +324,11 @@ def test_compilations_of_a_run_are_events(tiny_config, train_here, tmp_path):
 
 def test_workers_keep_kernels_beside_the_runs_unless_told_where(tiny_config, tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    folder = runfolder.create(tiny_config(), tmp_path / "outputs" / "run")
-    folder = tmp_path / "outputs" / "run" if folder is None else Path(folder)
-    environment = Supervisor(folder)._environment()
+    config, folder = tiny_config(), tmp_path / "outputs" / "run"
+    environment = ranks.environment(folder, config, folder, 0, "1:2")
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder.parent / runfolder.COMPILE_CACHE)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert Supervisor(folder)._environment()["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+    assert ranks.environment(folder, config, folder, 0, "1:2")["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
 
 
 ONE_PART = """

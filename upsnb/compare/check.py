@@ -32,7 +32,7 @@ from upsnb.hardware import NVIDIA_DRIVER, Hardware
 from upsnb.phases import DOES_NOT_APPLY, REFUSED, Verdict
 from upsnb.report.file import finish, number
 from upsnb.runs import runfolder
-from upsnb.runs.supervisor import allocator_environment
+from upsnb.runs.ranks import allocator_environment
 from upsnb.training import parallel, preflight
 from upsnb.training.setup import Setup
 from upsnb.training.timing import peak_memory_gib

@@ -285,8 +285,8 @@ class Loader:
 
     def _start_workers(self) -> DataLoader:
         training = self.config.training
-        # num_workers is the machine's, and all ranks are on it
-        num_workers = training.num_workers and max(1, training.num_workers // training.num_gpus)
+        # num_workers is the machine's, for all ranks that are on it
+        num_workers = training.num_workers and max(1, training.num_workers // training.ranks_per_node)
         return DataLoader(
             PairReader(self.datasets, self.calls),
             sampler=self._coming,

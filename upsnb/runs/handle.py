@@ -350,6 +350,8 @@ def start(
     folder = runfolder.create(config, folder, skipped)
     for phase, reason in skipped.items():
         print(f"skipped {phase}: {reason}", flush=True)
+    if config.training.num_nodes > 1:
+        print(f"waits for {config.training.num_nodes - 1} more: python -m upsnb join {folder}", flush=True)
     if attached is None:
         attached = is_headless()
     command = [sys.executable, "-m", "upsnb.runs.supervisor", str(folder)]

@@ -6,6 +6,7 @@ import contextlib
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -37,13 +38,16 @@ class Ending:
     out_of_memory: bool = False  # in a step: a relaunch with smaller microbatches may help
 
 
-def examine(folder: Path, exit_code: int, log_start: int, num_ranks: int) -> Ending:
+def examine(
+    folder: Path, exit_code: int, log_start: int, num_ranks: int, last_word: Callable[[], str | None] = lambda: None
+) -> Ending:
     """The verdict on workers that have all ended.
 
     Args:
         exit_code: of the single rank, or of several ranks' torchrun; negative for a signal.
         log_start: where this launch's output begins in worker.log.
-        num_ranks: of this launch.
+        num_ranks: of this launch, on this machine.
+        last_word: what other machines say of an end that no rank could write down.
     """
     if (whole := ended(folder, exit_code)) is not None:
         return whole
@@ -56,7 +60,8 @@ def examine(folder: Path, exit_code: int, log_start: int, num_ranks: int) -> End
         who = f" ({_describe(full[0])})" if full else ""
         return Ending("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
     starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)
-    cause = _cause(folder, exit_code, log_start, num_ranks, failures)
+    log = runfolder.log_tail(folder, 1 << 16, log_start)
+    cause = _cause(folder, first_failures(exit_code, log, num_ranks), exit_code, failures, last_word)
     return Ending("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
 
 
@@ -70,16 +75,10 @@ def ended(folder: Path, exit_code: int) -> Ending | None:
     return Ending("finished", None, end["reason"], exit_code)
 
 
-def _cause(folder: Path, exit_code: int, log_start: int, num_ranks: int, failures: list[dict]) -> str:
+def _cause(folder: Path, first: list[dict], exit_code: int, failures: list[dict], last_word) -> str:
     """The first thing that went wrong; other ranks fail as well once their peer is gone."""
-    entries = [{"rank": 0, "code": exit_code, "time": 0.0}]
-    if num_ranks > 1:
-        entries = summary(runfolder.log_tail(folder, 1 << 16, log_start))
-    # A rank that torchrun has to kill 30 s after another failed is no cause.
-    first = [entry for entry in entries if entry["time"] - entries[0]["time"] <= 2]
-    for entry in first:
-        if -entry["code"] in OWN_DEATHS:
-            return _killed(folder, entry)
+    if said := own_death(folder, first) or last_word():
+        return said
     if failures:
         return _describe(failures[0])
     if first and first[0]["code"] < 0:
@@ -89,6 +88,24 @@ def _cause(folder: Path, exit_code: int, log_start: int, num_ranks: int, failure
     if exit_code < 0:
         return f"torchrun was killed by {_signal_name(-exit_code)}"
     return f"torchrun ended with exit code {exit_code}, see {runfolder.LOG}"
+
+
+def own_death(folder: Path, first: list[dict]) -> str | None:
+    """Which of the first ranks that failed died by itself, and how, in one sentence; None: none did."""
+    return next((_killed(folder, entry) for entry in first if -entry["code"] in OWN_DEATHS), None)
+
+
+def first_failures(exit_code: int, log: str, num_ranks: int, first_rank: int = 0) -> list[dict]:
+    """Ranks of one machine that failed first: rank, code, time.
+
+    Args:
+        log: what they printed.
+        first_rank: the machine's, among all.
+    """
+    entries = [{"rank": 0, "code": exit_code, "time": 0.0}] if num_ranks == 1 else summary(log)
+    # A rank that torchrun has to kill 30 s after another failed is no cause.
+    first = [entry for entry in entries if entry["time"] - entries[0]["time"] <= 2]
+    return [{**entry, "rank": first_rank + entry["rank"]} for entry in first]
 
 
 def summary(log: str) -> list[dict]:
@@ -128,6 +145,11 @@ def _end_event(folder: Path) -> dict | None:
     """The end or relaunch event of the last segment; those of earlier segments say nothing about it."""
     last = runfolder.read_events(folder, ("segment", "end", RELAUNCH))[-1:]
     return last[0] if last and last[0]["kind"] != "segment" else None
+
+
+def raised(folder: Path) -> str | None:
+    """What the first rank that failed wrote down, in one sentence."""
+    return next((_describe(failure) for failure in read_failures(folder)), None)
 
 
 def _describe(failure: dict) -> str:

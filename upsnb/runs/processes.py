@@ -10,6 +10,8 @@ from pathlib import Path
 
 MARK = "UPSNB_SUPERVISOR"  # environment variable of every process of a run: the identity of its supervisor
 SEGMENT = "UPSNB_SEGMENT"  # environment variable of the ranks: how often they were launched before
+NODE = "UPSNB_NODE"  # environment variable of the ranks: number of their machine among the run's
+MEETING = "UPSNB_MEETING"  # of several machines: the file that says where rank 0 is found
 STORE = "UPSNB_STORE"  # environment variable of the ranks of one machine: the file by which they find each other
 
 

@@ -424,10 +424,10 @@ def _is_supervised(folder: Path, manifest: dict, process: subprocess.Popen | Non
     return is_alive(manifest["supervisor"])
 
 
-def log_tail(folder: Path, num_lines: int, from_byte: int = 0) -> str:
-    """Last lines of worker.log, of those after `from_byte`."""
+def log_tail(folder: Path, num_lines: int, from_byte: int = 0, name: str = LOG) -> str:
+    """Last lines of worker.log, or of another machine's log, of those after `from_byte`."""
     try:
-        with open(folder / LOG, "rb") as file:
+        with open(folder / name, "rb") as file:
             file.seek(max(from_byte, os.fstat(file.fileno()).st_size - (1 << 16)))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
     except FileNotFoundError:

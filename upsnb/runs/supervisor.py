@@ -18,41 +18,19 @@ from pathlib import Path
 
 from upsnb import config as configs
 from upsnb import overlays
-from upsnb.config import RunConfig
 from upsnb.errors import RunError
-from upsnb.runs import checkpoint_index, files, postmortem, recovery, runfolder
+from upsnb.runs import checkpoint_index, files, postmortem, ranks, recovery, runfolder
 from upsnb.runs.mirror import Mirror
+from upsnb.runs.nodes import NodeWatch
 from upsnb.runs.postmortem import Ending
-from upsnb.runs.processes import MARK, SEGMENT, STORE, kill_marked, marked, process_identity
+from upsnb.runs.processes import kill_marked, marked, process_identity
+from upsnb.runs.ranks import TORCHRUN
 
 POLL_S = 0.1
-TORCHRUN = ".torchrun"  # where ranks find each other, and their output before it is copied to worker.log by name
 ORPHANED = "the process that started this run is gone, and an attached run ends with it"
 LOST_S = 20.0  # a disk may be away for a moment; a folder that is away for longer is lost
 LOST = "its folder was removed or moved while it trained"
 STACKS_S = 1.0  # time for hung ranks to write down where they stand
-NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicator is made, so only a launch can set it
-    "NCCL_NSOCKS_PERTHREAD": "4",
-    "NCCL_SOCKET_NTHREADS": "2",
-    "NCCL_MIN_NCHANNELS": "4",
-    "NCCL_P2P_DISABLE": "0",
-    "NCCL_IB_DISABLE": "0",
-}
-# torchrun says it to several; what this process was started with may be another launcher's.
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
-# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
-KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
-# read by CUDA's allocator when it starts; the second is the older name
-ALLOCATOR, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments"
-
-
-def allocator_environment(config: RunConfig) -> dict[str, str]:
-    """What to start a process with for training.expandable_segments, beside what the user told the allocator."""
-    own = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "")
-    if not config.training.expandable_segments or EXPANDABLE in own:
-        return {}
-    return {ALLOCATOR[0]: ",".join(filter(None, (own, f"{EXPANDABLE}:True")))}
 
 
 class Supervisor:
@@ -159,16 +137,12 @@ class Supervisor:
     def _segment(self, restarts: int, flip: dict | None) -> Ending:
         """Launch the workers once and watch them until none is left."""
         log_start = self._open_segment(restarts, flip)
-        watch = StallWatch(self.config.training.num_gpus, self.config.training.stall_timeout_s)
-        with open(self.folder / runfolder.LOG, "ab") as log:
-            workers = subprocess.Popen(  # the one rank, or the torchrun of several
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment()},
-                start_new_session=True,  # a SIGTERM for the supervisor's group must leave the workers time to save
-            )
+        training = self.config.training
+        segment = len(runfolder.read_manifest(self.folder)["segments"]) - 1
+        watch = StallWatch(training.num_gpus, training.stall_timeout_s)
+        others = NodeWatch(self.folder, training.num_nodes, segment)
+        place = self.folder / TORCHRUN
+        workers = ranks.start(self.folder, self.config, place, segment, self.identity, worker=self.worker)
         self.seen, self.stop_deadline = time.monotonic(), None
         while workers.poll() is None:
             time.sleep(POLL_S)
@@ -178,18 +152,22 @@ class Supervisor:
                 self._follow(beats)
                 self.mirror.follow()
             forced = self._reason_to_kill()
-            hung = None if forced else watch.stalled(beats, time.monotonic())
+            left = None if forced else others.failed_for_good(time.monotonic())
+            hung = None if forced or left else watch.stalled(beats, time.monotonic())
+            if hung and (absent := others.absent()):
+                hung = f"{hung}; machine {absent[0]} never joined (python -m upsnb join {self.folder}, there)"
             if hung:
                 self._ask_for_stacks(beats)
-            if forced or hung:
+            if forced or left or hung:
                 self._kill(workers, beats)
                 exit_code, is_lost = workers.wait(), self._is_lost()
-                failed = Ending("failed", forced or hung, exit_code=exit_code, hung=hung is not None)
+                cause = forced or left or hung
+                failed = Ending("failed", cause, exit_code=exit_code, crashed=left is not None, hung=hung is not None)
                 return failed if is_lost else postmortem.ended(self.folder, exit_code) or failed
         kill_marked(self.identity)  # loaders and threads of ranks that died without a word
         if self._is_lost():
             return Ending("failed", LOST, exit_code=workers.returncode)
-        return postmortem.examine(self.folder, workers.returncode, log_start, self.config.training.num_gpus)
+        return postmortem.examine(self.folder, workers.returncode, log_start, training.ranks_per_node, others.last_word)
 
     def _follow(self, beats: dict[int, dict]) -> None:
         """Note what the workers do, and what they are asked to."""
@@ -241,51 +219,6 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat["pid"], signal.SIGKILL)
 
-    # -- launch --------------------------------------------------------------------------------------------------
-
-    def _command(self) -> list[str]:
-        target = ["-m", "upsnb.worker"] if self.worker is None else [str(self.worker)]
-        if self.config.training.num_gpus == 1:  # meets nobody, and torchrun would import torch first: seconds a start
-            return [sys.executable, *target, str(self.folder)]
-        place = self.folder / TORCHRUN
-        return [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.config.training.num_gpus)),
-            # By files: its TCP store listens on every interface, and unpickles what anybody sends. It appends a sign of
-            # life every 5 s, which for one machine means nothing.
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(place / "rendezvous"), "--local-addr", "localhost"),
-            *("--rdzv-conf", "store_type=file,keep_alive_interval=3600"),
-            *("--tee", "3", "--redirects", "0", "--log-dir", str(place)),
-            *target,
-            str(self.folder),
-        ]
-
-    def _environment(self) -> dict[str, str]:
-        return {
-            **{name: os.environ.get(name, LOOPBACK) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
-            **self._nccl_environment()[0],
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            STORE: str(self.folder / TORCHRUN / "ranks"),
-            MARK: self.identity,
-            **(ALONE if self.config.training.num_gpus == 1 else {}),
-            SEGMENT: str(len(runfolder.read_manifest(self.folder)["segments"]) - 1),
-            "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
-            # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            **{name: os.environ.get(name, value) for name, value in KEEP_FREED_PAGES.items()},
-            **allocator_environment(self.config),
-            # Beside the runs, because torch's own place is gone with /tmp: the second run compiles nothing anew.
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-                "TORCHINDUCTOR_CACHE_DIR", str(self.folder.parent / runfolder.COMPILE_CACHE)
-            ),
-        }
-
-    def _nccl_environment(self) -> tuple[dict[str, str], list[str]]:
-        """NCCL's variables as the workers get them, and those in which the user's own won over training.nccl_tuning."""
-        own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-        if not self.config.training.nccl_tuning:
-            return own, []
-        return {**NCCL_TUNING, **own}, sorted(own.keys() & NCCL_TUNING.keys())
-
     # -- manifest ------------------------------------------------------------------------------------------------
 
     def _note_status(self, status: str) -> None:
@@ -314,7 +247,7 @@ class Supervisor:
         manifest = runfolder.read_manifest(self.folder)
         segments, start = manifest["segments"], flip or manifest["applied"]
         self.config = overlays.apply(self.base, start["overlay"], "the run's changed config")
-        environment, kept = self._nccl_environment()
+        environment, kept = ranks.nccl_environment(self.config)
         segment = {
             "number": len(segments),
             "started": time.time(),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import secrets
+import socket
+import time
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +27,9 @@ from upsnb import hardware
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
-from upsnb.runs.processes import STORE
+from upsnb.runs.files import Shape, read_json, write_json
+from upsnb.runs.processes import MEETING, SEGMENT, STORE
+from upsnb.runs.ranks import address_of
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,11 @@ def initialise(config: RunConfig) -> Ranks:
     if world_size > 1:
         # Far above the supervisor's stall timeout: it names the hung rank, a timeout here names one that waits for it.
         timeout = timedelta(seconds=runfolder.STARTUP_ALLOWANCE_S + 2 * config.training.stall_timeout_s)
-        meeting: dict = {"timeout": timeout}  # by torchrun's TCP store, which reaches other machines
-        if STORE in os.environ:  # or by a file, which nobody can send anything to
+        meeting: dict = {"timeout": timeout}  # by torchrun's own store, where nobody says how
+        if MEETING in os.environ:
+            store = _meet(Path(os.environ[MEETING]), rank, timeout)
+            meeting |= {"store": store, "rank": rank, "world_size": world_size}
+        elif STORE in os.environ:  # by a file, which nobody can send anything to
             store = dist.FileStore(os.environ[STORE], world_size)
             store.set_timeout(timeout)
             meeting |= {"store": store, "rank": rank, "world_size": world_size}
@@ -79,6 +88,42 @@ def initialise(config: RunConfig) -> Ranks:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Ranks(rank, world_size, local_rank, device, control_group, previous_threads)
+
+
+def _meet(path: Path, rank: int, timeout: timedelta) -> dist.Store:
+    """A store that the ranks of all machines reach; rank 0 listens on the network that they speak over, and no other.
+
+    Torchrun's own would listen on every one. The name of this launch, which nobody guesses, is part of all keys.
+
+    Args:
+        path: file of the run's folder in which rank 0 says where it listens.
+    """
+    launch = os.environ[SEGMENT]
+    if rank == 0:
+        listener = socket.create_server((address_of(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]), 0))
+        host, port = listener.getsockname()
+        place = {"launch": launch, "name": secrets.token_hex(16), "host": host, "port": port}
+        listening = {"is_master": True, "master_listen_fd": listener.detach()}
+    else:
+        listening, place, deadline = {"is_master": False}, {}, time.monotonic() + timeout.total_seconds()
+        while place.get("launch") != launch:
+            if time.monotonic() > deadline:
+                raise RunError(f"{path}: rank 0 has not said where it is -> look into the first machine's worker.log")
+            time.sleep(0.1)
+            with suppress(FileNotFoundError):
+                place = read_json(path, None, _Place)
+    address = place["host"], place["port"]
+    store = dist.TCPStore(*address, timeout=timeout, wait_for_workers=False, **listening)
+    if rank == 0:
+        write_json(path, place)
+    return dist.PrefixStore(place["name"], store)
+
+
+class _Place(Shape):
+    launch: str
+    name: str
+    host: str
+    port: int
 
 
 def broadcast_control(ranks: Ranks, tensor: Tensor) -> Tensor:

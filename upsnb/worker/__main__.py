@@ -19,8 +19,9 @@ from pathlib import Path
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.runs import recovery, runfolder
-from upsnb.runs.processes import MARK, SEGMENT, is_alive, kill_marked
+from upsnb.runs.processes import MARK, NODE, SEGMENT, is_alive, kill_marked
 
+RANK, SIZE = "RANK", "WORLD_SIZE"  # environment variables by which torchrun and torch.distributed say it
 WATCH_INTERVAL_S = 1.0
 
 
@@ -35,7 +36,7 @@ def main(folder: Path | str) -> None:
         launch = runfolder.read_launch(folder, int(os.environ.get(SEGMENT, 0)))
         if launch.number > 0:  # a relaunch continues, whatever the first launch did
             config = overlays.apply(config, {"checkpoint.resume": True})
-        rank = int(os.environ.get("RANK", 0))
+        rank = number_among_machines(config.training.num_nodes)
         heartbeat, events = runfolder.Heartbeat(folder, rank), runfolder.EventWriter(folder, rank)
         from upsnb.training import parallel
         from upsnb.worker import loop
@@ -63,6 +64,15 @@ def main(folder: Path | str) -> None:
     os._exit(0)
 
 
+def number_among_machines(num_nodes: int) -> int:
+    """This rank's number in the whole run; torchrun counts those of its own machine, and is put right here."""
+    rank, size, node = (int(os.environ.get(name, default)) for name, default in ((RANK, 0), (SIZE, 1), (NODE, 0)))
+    if num_nodes > 1:
+        rank += node * size
+        os.environ |= {RANK: str(rank), SIZE: str(num_nodes * size)}
+    return rank
+
+
 def watch_supervisor() -> None:
     """End this process, and all that belong to its run, once the supervisor is gone; without one do nothing."""
     identity = os.environ.get(MARK)
@@ -82,7 +92,7 @@ def watch_supervisor() -> None:
 
 def _record_failure(folder: Path, error: BaseException, heartbeat: runfolder.Heartbeat | None) -> None:
     """Write `failure.rank<k>.json` for the supervisor and the traceback for the log."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get(RANK, 0))
     failure = {
         "format": runfolder.FORMAT,
         "rank": rank,
