@@ -26,7 +26,8 @@ OTHER = {  # a valid value that is not the default, for settings whose type does
     "data.mixing.from_epoch": {"darcy": 1},
 }
 OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesConfig.model_fields}
-NEEDS = {  # other settings without which a value would contradict the rest
+NEEDS = {
+    "training.num_nodes": {"training.num_gpus": 2},  # other settings without which a value would contradict the rest
     "operator.encoder": {"operator.decoder": "cross_attention"},
     "training.lambda_boundary": {"operator.walls": "free"},
     "optimizer.lr_scaling": {"optimizer.lr_reference_batch": 96},
