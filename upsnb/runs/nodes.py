@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -110,21 +109,21 @@ class NodeWatch:
 class Member:
     """One further machine of a run, from joining to the run's end."""
 
-    def __init__(self, folder: Path, worker: Path | None = None):
-        self.folder, self.worker = folder, worker
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.identity = process_identity(os.getpid())
         self.node = 0
         self.config = None  # of the launch that its ranks belong to
         self.segment: int | None = None
         self.ranks: subprocess.Popen | None = None
-        self.place = Path(tempfile.mkdtemp(prefix="upsnb-"))  # torchrun's files, on a disk of this machine
+        self.place = Path()  # of torchrun's files, on a disk of this machine
         self.log_start = self.beats = 0
         self.beaten = self.over_since = self.seen = 0.0
         self.exit_code, self.killed = None, None
         self.interrupts = 0
 
     def run(self, wait_s: float) -> str:
-        """Train with this machine until the run has ended; its status then.
+        """Train with this machine until the run has ended; its status then. SIGTERM and Ctrl-C are this method's.
 
         Args:
             wait_s: for the run to start, and to have room for another machine.
@@ -134,22 +133,25 @@ class Member:
         deadline = time.monotonic() + wait_s
         self._wait_for_start(deadline)
         self._claim(deadline)
-        before = {name: signal.signal(name, self._interrupt) for name in (signal.SIGTERM, signal.SIGINT)}
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, self._interrupt)
         try:
-            while True:
-                status, cause = self._state()
-                self._follow(status not in ALIVE)
-                if status not in ALIVE and self.ranks is None:
-                    print(f"{self.folder.name}: {status}{': ' * bool(cause)}{cause or ''}", flush=True)
-                    return status
-                time.sleep(POLL_S)
+            with tempfile.TemporaryDirectory(prefix="upsnb-", ignore_cleanup_errors=True) as place:
+                self.place = Path(place)
+                return self._train()
         finally:
             kill_marked(self.identity)
-            for name, handler in before.items():
-                signal.signal(name, handler)
             with contextlib.suppress(OSError):
                 (self.folder / FOLDER / f"{self.node}.json").unlink()
-            shutil.rmtree(self.place, ignore_errors=True)
+
+    def _train(self) -> str:
+        while True:
+            status, cause = self._state()
+            self._follow(status not in ALIVE)
+            if status not in ALIVE and self.ranks is None:
+                print(f"{self.folder.name}: {status}{': ' * bool(cause)}{cause or ''}", flush=True)
+                return status
+            time.sleep(POLL_S)
 
     def _state(self) -> tuple[str, str | None]:
         """Of the run; a shared disk may be away for a moment."""
@@ -238,9 +240,7 @@ class Member:
         log = self.folder / ranks.log_name(self.node)
         self.log_start = log.stat().st_size if log.exists() else 0
         print(f"launch {self.segment}: {self.config.training.ranks_per_node} ranks here", flush=True)
-        self.ranks = ranks.start(
-            self.folder, self.config, place, self.segment, self.identity, self.node, worker=self.worker
-        )
+        self.ranks = ranks.start(self.folder, self.config, place, self.segment, self.identity, self.node)
         self._beat()
 
     def _note_end(self) -> None:
