@@ -81,3 +81,10 @@ def test_products_are_in_the_format_that_the_cpu_has_instructions_for(monkeypatc
     weight.grad = torch.randn(8, 16)
     Muon([weight], lr=0.1).step()
     assert seen == [torch.bfloat16 if has_bf16 else torch.float32]
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+def test_so_they_are_on_a_gpu(monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert muon.product_dtype(torch.device("cuda", 0)) == expected

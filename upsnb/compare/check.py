@@ -70,6 +70,7 @@ def facts(machine: Hardware) -> dict[str, str]:
         "free on disk": f"{disk.free / 2**30:.0f} GiB",
         "torch": f"{torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}",
         "NVIDIA driver": machine.unusable or (found[1] if found else "none"),
+        "bfloat16": "by instructions" if machine.cpu_has_bf16 else "without, ten times slower than float32",
         "C++ compiler": compiler or "none, so torch.compile does not work on the CPU",
     }
     if machine.device == "cuda":

@@ -104,8 +104,12 @@ class Muon(torch.optim.Muon):
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """What the products are computed in: bfloat16, unless a CPU has no instructions for it (docs/LOG.md)."""
-    return torch.float32 if device.type == "cpu" and not hardware.cpu_has_bf16() else torch.bfloat16
+    """What the products are computed in: bfloat16 where there are instructions for it, else float32 (docs/LOG.md)."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        has_bf16 = device.type != "cpu" or hardware.cpu_has_bf16()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def _is_sharded(weight: Tensor) -> bool:
