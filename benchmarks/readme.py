@@ -198,6 +198,7 @@ def eleven(report: Mapping) -> str:
         rows.append(
             {
                 "family": family,
+                "samples, trained on / tested on": f"{found['ups']['num_trained']} / {found['ups']['num_samples']}",
                 **{f"UPS, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), ups)},
                 **{f"FNO, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), fno)},
                 **{name: f"{value:.4g}" for name, value in found["ups"]["references"].items()},

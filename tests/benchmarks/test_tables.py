@@ -101,7 +101,8 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def test_families_where_another_model_is_better_are_counted_as_such():
     def model(mean, prefix, **references):
-        return {f"{prefix}nrmse_{key}": mean for key in ("mean", "median", "p90")} | {"references": references}
+        errors = {f"{prefix}nrmse_{key}": mean for key in ("mean", "median", "p90")}
+        return {**errors, "references": references, "num_trained": 9, "num_samples": 3}
 
     families = {
         "darcy2d": {"time_s": 300.0, "ups": model(0.02, "", look_up=0.2), "neuralop": model(0.05, "")},
@@ -113,7 +114,7 @@ def test_families_where_another_model_is_better_are_counted_as_such():
     text = readme.eleven({"families": families, **origin})
     assert text.startswith("300 s for each training, one seed") and "in 1 of 2 families" in text
     found = rows(text)
-    assert "2.50" in found["darcy2d"] and "0.67" in found["burgers1d"]
+    assert "2.50" in found["darcy2d"] and "0.67" in found["burgers1d"] and "9 / 3" in found["darcy2d"]
     assert "0.9" in found["burgers1d"] and "0.2" in found["darcy2d"]
 
 
