@@ -377,25 +377,20 @@ def test_notes_and_tags_are_kept_with_the_run_and_seen_by_others(folder):
     assert other._notes["tags"].value == "" and other._notes["note"].value == "<twice> as wide"
 
 
-def test_price_is_of_the_time_since_launch(folder, monkeypatch):
+def test_price_is_of_the_time_since_launch_and_a_setting_of_the_run(folder, monkeypatch):
+    manifest = runfolder.read_manifest(folder)
+    say(folder, flip_event(1, 20, time=manifest["created"] + 20))
     shown = Panel(handle.Run.attach(folder))
     shown.refresh()
     now = shown.history.launched + 7200
     monkeypatch.setattr(history, "time", SimpleNamespace(time=lambda: now))
     assert "$" not in shown._head.value
-    shown._price.text.value = "2.5"
-    assert "<b>$5.00" in shown._head.value
-    shown._price.text.value = "-3"
-    assert "$" not in shown._head.value and "0 or more" in shown._price._reason.value
-
-
-def test_a_price_that_the_run_knows_is_there_already(folder):
-    manifest = runfolder.read_manifest(folder)
-    say(folder, flip_event(1, 20, time=manifest["created"] + 20))
-    runfolder.update_manifest(folder, applied={"revision": 1, "overlay": {"cost.price_per_hour": 3600.0}})
-    shown = Panel(handle.Run.attach(folder))
+    runfolder.update_manifest(folder, applied={"revision": 1, "overlay": {"cost.price_per_hour": 2.5}})
     shown.refresh()
-    assert shown._price.text.value == "3600" and "so far" in shown._head.value
+    field = shown._fields["cost.price_per_hour"]
+    assert "<b>$5.00" in shown._head.value and field.text.value == "2.5"
+    field.text.value = "-3"
+    assert field._reason.value and field.is_edited
 
 
 def test_thread_follows_the_run_and_close_leaves_a_still_figure(folder, browser):

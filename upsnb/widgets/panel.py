@@ -17,7 +17,7 @@ from IPython.display import display
 
 from upsnb import phases
 from upsnb.config import OPERATOR, RunConfig, setting
-from upsnb.errors import ConfigError, Problem, UpsError
+from upsnb.errors import ConfigError, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
 from upsnb.runs import runfolder
 from upsnb.runs.handle import MOST_STEPS, NOTHING, WITHIN, Run, is_headless
@@ -26,7 +26,7 @@ from upsnb.widgets.busy_kernel import greeting, is_old, serve_clicks
 from upsnb.widgets.fields import Field
 from upsnb.widgets.history import History, plain
 from upsnb.widgets.progress import Progress, duration
-from upsnb.widgets.requests import AS_STARTED, PanelRequests, number
+from upsnb.widgets.requests import AS_STARTED, PanelRequests
 
 INTERVAL_S = 0.5  # between two redraws
 CONTROLS = {  # setting: its short name and what is shown when the pointer rests on it
@@ -36,6 +36,7 @@ CONTROLS = {  # setting: its short name and what is shown when the pointer rests
     "training.inverse_loss_frequency": ("inverse every", "inverse losses every k-th microbatch"),
     "training.query_sampling.num_queries": ("queries", "points compared per sample; 0: the whole grid"),
     "training.num_workers": ("workers", "processes that read ahead"),
+    "cost.price_per_hour": ("$ per hour", "what the machine costs"),
 }
 BOLD_LR = 50.0  # times the running learning rate: so much is more often a slip than a wish
 
@@ -179,7 +180,6 @@ class Panel:
         use = self._button("Apply preset", "ask for the preset's settings at once", self._send_preset)
         back = self._button("Back to baseline", "drop every change: the config the run was started with", self._back)
         self._askers = [send, use, back]
-        self._price = Field("$ per hour", "what the machine costs", self._dollars, "")
         self._yes = self._button("Yes", "do it", None)
         self._yes.on_click(lambda _: self._question and self._try(self._question[1]))
         self._confirm = widgets.HBox([self._yes, self._button("No", "leave everything as it is", lambda: None)])
@@ -200,7 +200,7 @@ class Panel:
         )  # fmt: skip
         wide = widgets.Layout(width="130px")
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
-        for chosen in (self._axis, self._terms, self._price.text):
+        for chosen in (self._axis, self._terms):
             chosen.observe(lambda change: self.refresh(), "value")
         chosen = [phase.name for phase in BY_NAME.values() if phase.hot and not all(map(phases.is_idle, phase.on))]
         what = [("two equal arms", NOTHING), *((phases.label(name), name) for name in chosen)]
@@ -224,9 +224,7 @@ class Panel:
                 ladder,
                 widgets.HBox([more, self._measured, self._measure_button]),
                 extra,
-                self._grid([*(field.box for field in self._fields.values()), send, self._price.box], 124).add_class(
-                    "ups-fields"
-                ),
+                self._grid([*(field.box for field in self._fields.values()), send], 124).add_class("ups-fields"),
                 widgets.HBox([*self._notes.values()], layout=row),
                 widgets.HBox([self._axis, self._terms], layout=row),
                 self._plots,
@@ -250,13 +248,6 @@ class Panel:
 
     def _field(self, path: str, name: str, tooltip: str) -> Field:
         return Field(name, tooltip, lambda text: self.asking.value(path, text))
-
-    @staticmethod
-    def _dollars(text: str) -> float:
-        price = number("price", text.strip() or "0")
-        if price < 0:
-            raise ConfigError([Problem("price", f"got {text!r}", "write 0 or more")])
-        return price
 
     def _button(self, name: str, tooltip: str, act) -> widgets.Button:
         button = widgets.Button(description=name, tooltip=tooltip, layout=widgets.Layout(width="auto"))
@@ -300,12 +291,6 @@ class Panel:
             if not self._ours:
                 words = [word.strip() for word in self._notes["tags"].value.split(",")]
                 self.run.annotate(self._notes["note"].value.strip(), list(filter(None, words)))
-
-    def _dollars_per_h(self) -> float:
-        try:
-            return self._price.read()
-        except ConfigError:  # the field says why
-            return 0.0
 
     def _request(self, what: str, overlay: dict | None, said: str = "") -> None:
         """Ask for settings, or with None for those of the start; first ask the person if that takes a relaunch."""
@@ -402,7 +387,8 @@ class Panel:
         name, stages = self.run.folder.name, self.asking.config.stages
         since = [b["time"] for b in runfolder.read_heartbeats(self.run.folder).values() if b["state"] == "compiling"]
         compiling_s = time.time() - min(since) if since and self.status == "running" else None
-        price = self._dollars_per_h()
+        applied, desired = self.asking.configs()
+        price = desired.cost.price_per_hour
         self._head.value = html.header(self.history, name, self.status, self.cause, stages, price, compiling_s)
         question = self._question[0] if self._question else ""
         answer = self.history.answer(*self._awaited) if self._awaited else ""
@@ -424,7 +410,6 @@ class Panel:
             button.disabled = not (alive and ready.get(action, True))
         for button in self._askers:
             button.disabled = not alive
-        applied, desired = self.asking.configs()
         happened = len(self.history.flips), self.history.relaunching
         stage = (self.history.start or {}).get("stage")
         shown_for = applied, desired, alive, stage, *happened, tuple(self._problems.items())
@@ -452,7 +437,6 @@ class Panel:
             self._cards[name].value = html.switch(phase, state, problem, whole, parts)
 
     def _draw_fields(self, desired: RunConfig, alive: bool) -> None:
-        self._price.show(plain(desired.cost.price_per_hour or ""))
         for path, field in self._fields.items():
             field.text.disabled = not alive
             field.show(plain(setting(desired, self._path(path)) or 0))
