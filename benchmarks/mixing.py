@@ -1,6 +1,6 @@
 """Ways to mix datasets at equal samples seen: in equal turns, by size, by loss, and one of them later; one model.
 
-    python benchmarks/mixing.py --seeds 0      # four runs, two minutes; what is known of other seeds stays
+    python benchmarks/mixing.py --seeds 0      # four runs, ten minutes; what is known of other seeds stays
 
 Three generated datasets: many easy pairs, fewer of a shock, few of a static problem. Errors are of the test split, 40 %
 of the samples; a mixture is judged by its errors over those of equal turns with the same seed, geometric mean over the
