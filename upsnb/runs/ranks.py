@@ -97,8 +97,7 @@ def environment(
         cache = f"{cache}-{socket.gethostname()}"
     meeting = {MEETING: str(folder / TORCHRUN / "meeting.json")} if several else {STORE: str(place / "ranks")}
     return {
-        **dict.fromkeys(INTERFACES, outward_interface() if several else LOOPBACK),
-        **{name: os.environ[name] for name in INTERFACES if name in os.environ},
+        **{name: os.environ.get(name) or (outward_interface() if several else LOOPBACK) for name in INTERFACES},
         **nccl_environment(config)[0],
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **meeting,
