@@ -244,10 +244,11 @@ def test_back_to_baseline_drops_every_change(folder):
 
 
 @pytest.mark.parametrize("name", requests.PRESETS[1:])
-@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+@pytest.mark.parametrize("hardware", ["cpu", "cpu without bfloat16", "cuda"])
 def test_every_preset_that_the_machine_can_run_can_be_asked_of_a_run(folder, name, hardware):
-    if hardware == "cuda":
-        runfolder.update_manifest(folder, hardware={**CUDA, "num_devices": 2})
+    has_bf16 = hardware != "cpu without bfloat16"
+    machine = {**CUDA, "num_devices": 2} if hardware == "cuda" else runfolder.read_manifest(folder)["hardware"]
+    runfolder.update_manifest(folder, hardware={**machine, "cpu_has_bf16": has_bf16})
     shown = Panel(handle.Run.attach(folder))
     offered = name in shown._preset.options
     assert offered == (not name.startswith("4gpu" if hardware == "cuda" else ("2gpu", "4gpu")))
@@ -261,9 +262,10 @@ def test_every_preset_that_the_machine_can_run_can_be_asked_of_a_run(folder, nam
     reached = shown.asking.configs()[1]
     assert runfolder.read_control(folder).revision == 1 and reached.data.datasets == shown.asking.config.data.datasets
     if name == "conservative":
-        assert reached.training.compile and reached.training.amp_dtype == "bfloat16"
+        assert reached.training.compile and reached.training.amp == has_bf16
         assert reached.training.cpu_offload_optimizer == (hardware == "cuda")
-        assert ("left out optimizer offload" in shown._note.value) == (hardware == "cpu")
+        assert ("optimizer offload: " in shown._note.value) == (hardware != "cuda")
+        assert ("bf16: " in shown._note.value) == (not has_bf16)
 
 
 def test_clicks_from_many_threads_during_redraws_all_arrive(folder):
