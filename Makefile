@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HOSTED := .colab/.installed
 EXTRAS := .extras/.installed
+VASTAI := .vastai/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -38,7 +39,7 @@ check: $(STAMP)
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
-test: compiler $(HOSTED) $(EXTRAS)
+test: compiler $(HOSTED) $(EXTRAS) $(VASTAI)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow" -n auto $(BY_FILE)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 2 $(BY_FILE) --durations=10
@@ -52,7 +53,7 @@ abuse: $(STAMP) compiler
 	ABUSE=$(or $(ABUSE),0-) $(BIN)/python -m pytest -q -s tests/abuse
 
 clean:
-	rm -rf $(VENV) .colab .extras *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .colab .extras .vastai *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: compiler
@@ -83,4 +84,11 @@ $(HOSTED) $(EXTRAS): .%/.installed: tests/%/pins.txt $(STAMP)
 	$(BIN)/python -m pip --python .$*/bin/python install --quiet --no-compile --no-deps -r $<
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$(.$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_rest.pth"
+	@touch $@
+
+# Vast.ai's own command, apart from all else: it pins many packages. `python -m upsnb cloud` calls it.
+$(VASTAI): $(BIN)/python
+	@echo "Making .vastai (once)"
+	@$(PYTHON) -m venv .vastai
+	.vastai/bin/python -m pip install --quiet --no-compile vastai==1.9.1
 	@touch $@

@@ -50,7 +50,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 ROOMS = (
-    *("worker", "compare", "profile", "memory", "widgets", "report"),
+    *("cloud", "worker", "compare", "profile", "memory", "widgets", "report"),
     *("training", "runs", "models", "data", "solvers", ""),
 )
 ROOFS = {"__main__", "commands"}  # of the whole house: may enter every room

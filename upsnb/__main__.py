@@ -37,6 +37,7 @@ EXAMPLES = """examples:
   python -m upsnb board                        all runs that are comparable, ranked
   python -m upsnb sweep lr.yaml                train with many settings, or go on with it
   python -m upsnb export my-run --to csv       or tensorboard, wandb, mlflow
+  python -m upsnb cloud ssh me@gpu-box 01_train -f mine.yaml     train there; cloud status, pull
 
 exit codes: 0 done, 1 failed, 2 refused before anything was done, 130 stopped by Ctrl-C"""
 
@@ -175,7 +176,79 @@ def _parser() -> argparse.ArgumentParser:
     got.add_argument("-n", dest="first", type=int, metavar="N", help="only the first N samples")
     got.add_argument("-o", dest="output", type=_folder, default=Path("data"), metavar="FOLDER", help="data/")
     got.set_defaults(of_data=lambda args: commands.data_get(args.name, args.output, args.first))
+    _add_cloud(
+        command("cloud", "train on another machine: by ssh, or on rented GPUs", lambda args: args.of_cloud(args))
+    )
     return parser
+
+
+def _add_cloud(cloud: argparse.ArgumentParser) -> None:
+    of_cloud = cloud.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, what: str, act: Callable[[argparse.Namespace], int | None]):
+        added = of_cloud.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        added.set_defaults(of_cloud=act)
+        return added
+
+    def given(args: argparse.Namespace) -> tuple[Path, dict, RunConfig]:
+        notebook = _find_notebook(args.notebook)
+        return notebook, *read_parameters(notebook, args.file, args.param)
+
+    reached = command(
+        "ssh",
+        "run a notebook on a machine that answers ssh",
+        lambda args: commands.cloud_ssh(given(args), args.host, args.port, args.folder, args.resume),
+    )
+    reached.add_argument("host", metavar="HOST", help="as ssh knows it: an alias, or user@name")
+    reached.add_argument("--port", type=int, help="of its ssh")
+    reached.add_argument("--folder", default="upsnb-runs", help="for runs and packages there (upsnb-runs, at home)")
+    offered = command(
+        "offers",
+        "show GPUs at Vast.ai that a run would fit on",
+        lambda args: commands.cloud_offers(given(args)[2], args.budget, args.max_price),
+    )
+    rented = command(
+        "launch",
+        "rent GPUs at Vast.ai and run a notebook there",
+        lambda args: commands.cloud_launch(
+            given(args), args.budget, args.offer, args.max_price, args.image, args.resume, args.yes
+        ),
+    )
+    for added in (offered, rented):
+        more = {"required": True} if added is rented else {}
+        added.add_argument("--budget", type=float, metavar="$", help="spent at most; then it stops itself", **more)
+        added.add_argument("--max-price", type=float, metavar="$/H", help="of the whole machine")
+    rented.add_argument("--offer", type=int, metavar="ID", help="of cloud offers (the cheapest)")
+    rented.add_argument("--image", help="Docker image with Python 3.11 or newer, its venv, and a C++ compiler")
+    rented.add_argument("--yes", action="store_true", help="do it; else the command and its price are printed")
+    for added in (reached, offered, rented):
+        added.add_argument("notebook", type=Path, nargs="?", default=Path("01_train"), help="01_train")
+        added.add_argument(
+            "-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file"
+        )
+        added.add_argument(
+            "-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML"
+        )
+    for added in (reached, rented):
+        added.add_argument("--resume", metavar="RUN", help="send its checkpoints too, and go on from the latest")
+    told = command("status", "print what runs elsewhere do and cost", lambda args: commands.cloud_status(args.runs))
+    told.add_argument("runs", nargs="*", metavar="RUN", help="all")
+    for name, what, act in (
+        ("logs", "print what a run elsewhere printed last", lambda args: commands.cloud_logs(args.run, args.lines)),
+        ("pull", "bring a run's folder here, what is new of it", lambda args: commands.cloud_pull(args.run)),
+        ("stop", "let a run elsewhere finish its step, save and end", lambda args: commands.cloud_stop(args.run)),
+        (
+            "destroy",
+            "end a rented instance, or delete a run's folder there",
+            lambda args: commands.cloud_destroy(args.run, args.yes),
+        ),
+    ):
+        added = command(name, what, act)
+        added.add_argument("run", metavar="RUN", help="its name in outputs/")
+        if name == "logs":
+            added.add_argument("-n", dest="lines", type=int, default=40, metavar="LINES", help="40")
+        if name == "destroy":
+            added.add_argument("--yes", action="store_true", help="though it trains, or was never pulled")
 
 
 def _folder(text: str) -> Path:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from upsnb import overlays
+from upsnb.config import RunConfig
 from upsnb.errors import DataError, RunError
 from upsnb.overlays import as_typed
 from upsnb.runs import checkpoint_index, cost, handle, runfolder
@@ -16,6 +17,7 @@ from upsnb.runs.runfolder import ALIVE, FIGURES, REPORT
 SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
     "board": "compare.board",
     "check": "compare.check",
+    "cloud": "cloud.launches",
     "compare": "compare.verdict",
     "data": "report.data_report",
     "memory": "memory.plan",
@@ -304,3 +306,104 @@ def _told(report: dict) -> str:
 def _results(folder: Path) -> list[str]:
     paths = [folder / "notebook.ipynb", *sorted((folder / FIGURES).glob("*.png"))]
     return [as_typed(path) for path in paths if path.exists()]
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+Asked = tuple[Path, dict, RunConfig]  # a notebook, what to pass to it, and the config that comes of it
+
+
+def cloud_ssh(asked: Asked, address: str, port: int | None, folder: str, resume: str | None) -> None:
+    """Let a notebook run on a machine that answers ssh."""
+    from upsnb.cloud import launches
+    from upsnb.cloud.host import Host
+
+    print(f"{address}: code goes there, then packages that it lacks; minutes the first time", flush=True)
+    _started(launches.start_on(Host(address, port, folder), *asked, handle.find(resume) if resume else None))
+
+
+def cloud_offers(config: RunConfig, budget: float | None, max_price: float | None) -> int:
+    """Print what a run needs and the machines to be had that have it; 1 where nobody could be asked."""
+    from upsnb.cloud import launches
+
+    report = launches.survey(config, budget, max_price, None)
+    print(launches.summary(report))
+    return int(report["trouble"] is not None)
+
+
+def cloud_launch(
+    asked: Asked,
+    budget: float,
+    offer: int | None,
+    max_price: float | None,
+    image: str | None,
+    resume: str | None,
+    sure: bool,
+) -> None:
+    """Rent GPUs and let a notebook run there; unless sure, print what would be done."""
+    from upsnb.cloud import launches, vast
+
+    resumed, image = handle.find(resume) if resume else None, image or vast.IMAGE
+    planned = launches.plan(asked[2], budget, offer, max_price)
+    print(launches.needed(planned["needs"]), launches.offered([planned["offer"]]).to_string(index=False), sep="\n")
+    hours, price = planned["limit_s"] / 3600, planned["offer"]["price_per_hour"]
+    print(
+        f"${price:.3f} an hour: ${budget:g} are {hours:.2f} h; before that the run saves and ends, then it is stopped"
+    )
+    if not sure:
+        print(
+            "nothing is rented; with --yes:",
+            launches.command(planned, "upsnb-RUN", Path("onstart.sh"), image),
+            sep="\n",
+        )
+        return
+    _started(launches.start_rented(planned, *asked, resumed, image))
+
+
+def _started(folder: Path) -> None:
+    name = folder.name
+    print(f"{name} trains there. python -m upsnb cloud status {name}; logs, pull, stop and destroy likewise")
+
+
+def cloud_status(names: list[str]) -> None:
+    """Print a line for each run elsewhere."""
+    from upsnb.cloud import launches
+
+    runs = [launches.find(name)[0].name for name in names] or [folder.name for folder in launches.started()]
+    if not runs:
+        print("nothing was started elsewhere")
+    for name in runs:
+        print(launches.told(name), flush=True)
+
+
+def cloud_logs(name: str, num_lines: int) -> None:
+    """Print what a run elsewhere printed last."""
+    from upsnb.cloud import launches
+
+    folder, record = launches.find(name)
+    print(launches.host(record).output(folder.name, num_lines))
+
+
+def cloud_pull(name: str) -> None:
+    """Bring a run's folder here."""
+    from upsnb.cloud import launches
+
+    folder, moved = launches.pull(name)
+    print(f"{as_typed(folder)}: {moved / 1e6:.1f} MB came; python -m upsnb show {folder.name}")
+
+
+def cloud_stop(name: str) -> None:
+    """Let a run elsewhere save and end."""
+    from upsnb.cloud import launches
+
+    folder, record = launches.find(name)
+    launches.host(record).stop(folder.name)
+    print(f"{folder.name}: saves and ends there; then pull")
+
+
+def cloud_destroy(name: str, sure: bool) -> None:
+    """End what a run holds elsewhere."""
+    from upsnb.cloud import launches
+
+    print(launches.destroy(name, sure))

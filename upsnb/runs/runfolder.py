@@ -35,6 +35,7 @@ CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json",
 CHECKPOINTS, FIGURES = "checkpoints", "figures"
 GLANCE = "glance.npz"  # what the model makes of one validation sample of each dataset, as of the last validation
 NOTES = "notes.json"  # what people wrote about the run
+REVISION = ".revision"  # in a project that was sent to another machine: the commit of its code
 REPORT, EVALUATION, EXAMPLES = "report.json", "evaluation.json", "examples.npz"  # also of comparisons and plans: report
 COMPILE_CACHE = ".cache/torchinductor"  # beside the run folders: compiled kernels, shared by all runs
 ALIVE = ("starting", "running", "stopping")
@@ -130,7 +131,12 @@ def update_manifest(folder: Path, last_words: bool = False, **changes) -> dict:
 
 
 def code_revision() -> str:
-    """The git commit of this code, `-dirty` where files differ from it; "unknown" outside a repository."""
+    """The git commit of this code, `-dirty` where files differ from it; "unknown" outside a repository.
+
+    Code that was sent to another machine says in a file which one it is.
+    """
+    with contextlib.suppress(OSError):
+        return (project_root() / REVISION).read_text().strip()
     package = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:

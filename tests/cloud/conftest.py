@@ -1,0 +1,70 @@
+"""Another machine, as far as this one can be one: its own sshd on loopback, or no network at all."""
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from upsnb.cloud import host, launches
+from upsnb.cloud.host import Host
+from upsnb.overlays import project_root
+
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> Path:
+    """Where runs' folders are here, instead of outputs/."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    monkeypatch.setattr(launches, "_outputs", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def near(tmp_path, monkeypatch) -> Host:
+    """A host that is this machine, without ssh in between."""
+    monkeypatch.setattr(Host, "command", lambda self, script: ["bash", "-ec", script])
+    return Host("near", folder=str(tmp_path / "there"))
+
+
+@pytest.fixture
+def box(tmp_path, monkeypatch):
+    """A host that answers ssh on loopback, known to `ssh` by the name of box; packages are there already."""
+    if SSHD is None:
+        pytest.skip("needs sshd: apt install openssh-server")
+    place = tmp_path / "sshd"
+    place.mkdir(mode=0o700)
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", place / key], check=True)
+    shutil.copy(place / "user.pub", place / "authorized")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (place / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {place}/host\nAuthorizedKeysFile {place}/authorized\n"
+        "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\nPidFile none\n"
+    )
+    (place / "config").write_text(
+        f"Host box\n HostName 127.0.0.1\n Port {port}\nHost *\n User {getpass.getuser()}\n IdentityFile {place}/user\n"
+        f" IdentitiesOnly yes\n UserKnownHostsFile {place}/known\n StrictHostKeyChecking accept-new\n"
+    )
+    (place / "bin").mkdir()
+    (place / "bin/ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {place}/config "$@"\n')
+    (place / "bin/ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", place / "sshd_config"], stderr=subprocess.DEVNULL)
+    until(lambda: subprocess.run([place / "bin/ssh", "box", "true"], capture_output=True).returncode == 0)
+    there = Host("box", folder=str(tmp_path / "there"))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / host.venv_name()).symlink_to(project_root() / ".venv")
+    yield there
+    server.terminate()
+    server.wait()

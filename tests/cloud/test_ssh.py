@@ -1,0 +1,61 @@
+"""A notebook that runs on another machine over ssh, with a real sshd on loopback."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from upsnb.cloud.host import Host
+from upsnb.errors import RunError
+from upsnb.overlays import project_root
+from upsnb.runs import checkpoint_index, runfolder
+from upsnb.runs.handle import Run
+
+SETTINGS = ("-f", "params/smoke.yaml", "-p", "training.time_limit_s=4")
+
+
+def upsnb(*arguments, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "upsnb", *map(str, arguments)], capture_output=True, text=True, cwd=project_root()
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_notebook_runs_there_its_folder_comes_back_and_goes_on_there(box, tmp_path):
+    said = upsnb("cloud", "ssh", "box", *SETTINGS, "-p", "logging.name=elsewhere", "--folder", box.folder)
+    (name,) = [word for word in said.split() if word.startswith("elsewhere-") and "." not in word][:1]
+    folder, there = project_root() / "outputs" / name, Path(box.folder) / name
+    try:
+        until(lambda: ": running" not in upsnb("cloud", "status", name))
+        assert ": finished" in upsnb("cloud", "status", name), upsnb("cloud", "logs", name)
+        assert "MB came" in upsnb("cloud", "pull", name)
+        run = Run.attach(folder)
+        assert run.status() == "finished" and (folder / "report.json").exists()
+        assert run.manifest["code_revision"] == runfolder.code_revision()
+        assert "never" not in upsnb("cloud", "destroy", name) and not there.exists()
+
+        said = upsnb(
+            "cloud", "ssh", "box", *SETTINGS, "--resume", name, "-p", "training.time_limit_s=8", "--folder", box.folder
+        )
+        until(lambda: ": finished" in upsnb("cloud", "status", name))
+        upsnb("cloud", "pull", name)
+        assert len(run.manifest["segments"]) == 2, "it went on from its checkpoint"
+        assert checkpoint_index.choose(folder).passed_over == ()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_host_that_does_not_answer_is_said_in_a_sentence():
+    with pytest.raises(RunError, match="nowhere.invalid.*without a password"):
+        Host("nowhere.invalid").run("true")
+
+
+def test_what_a_script_says_there_is_said_here(box):
+    assert box.run("echo $((6 * 7))") == b"42\n"
+    with pytest.raises(RunError, match="box: no such thing$"):
+        box.run("echo no such thing >&2; exit 7")

@@ -1,0 +1,266 @@
+"""Renting at Vast.ai with its real command, against a server that speaks its API: what is asked, and that it ends."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_vast import KEY, OFFER, OWN_KEY, FakeVast
+from waiting import until
+
+from upsnb import overlays
+from upsnb.__main__ import read_parameters
+from upsnb.cloud import launches, vast
+from upsnb.cloud.host import KEPT
+from upsnb.errors import ConfigError, RunError
+from upsnb.overlays import project_root
+from upsnb.runs.handle import Run
+
+FILTERED = ("num_gpus", "gpu_ram", "cuda_max_good", "compute_cap", "disk_space")
+SMOKE = {"training.time_limit_s": 1800.0, "cost.budget": None}
+
+
+@pytest.fixture
+def config():
+    return overlays.load(project_root() / "params/smoke.yaml", overrides=SMOKE)
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch, kept):
+    """A server in place of Vast's; instances keep their files in a folder of the test."""
+    if not (project_root() / vast.COMMAND).exists():
+        pytest.skip("needs Vast's command: make .vastai/.installed")
+    (tmp_path / "home").mkdir()
+    server = FakeVast(tmp_path)
+    for name, value in {"VAST_URL": server.url, "VAST_API_KEY": KEY, "HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    for name, value in {"PLACE": str(tmp_path / "there"), "EVERY_S": 1, "LOOK_S": 0.2}.items():
+        monkeypatch.setattr(vast, name, value)
+    monkeypatch.setattr(launches.runfolder, "new_folder", lambda name, root="": _made(kept / name))
+    yield server
+    server.close()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+# -- offers ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_query_asks_for_what_the_settings_need(cloud, config):
+    wanted = vast.needs(config)
+    rows = vast.offers(config, wanted)
+    ((_, _, body),) = [asked for asked in cloud.asked if asked[1] == "/bundles"]
+    asked = {name: {how: float(value) for how, value in body[name].items()} for name in FILTERED}
+    assert asked["num_gpus"] == {"eq": 1} and body["rentable"] == {"eq": True}
+    assert asked["gpu_ram"]["gte"] == pytest.approx(wanted["gpu_gib"] * 1024, rel=0.01), "Vast counts MiB"
+    assert asked["cuda_max_good"] == {"gte": vast.WHEEL_CUDA} and asked["compute_cap"] == {"gte": 750}
+    assert asked["disk_space"]["gte"] == wanted["disk_gb"] == body["allocated_storage"]
+    assert [row["id"] for row in rows] == [OFFER["id"]]
+
+
+def test_more_ranks_and_bf16_need_more_gpus_and_newer_ones_and_a_wider_model_more_memory(config):
+    halves = {"training.num_gpus": 4, "training.amp": True, "training.amp_dtype": "bfloat16"}
+    four = vast.needs(overlays.apply(config, halves))
+    assert four["num_gpus"] == 4 and four["capability"] == 8.0
+    wide = overlays.apply(config, {"operator.pdet.hidden_dim": 512, "operator.pdet.depth": 8})
+    assert vast.needs(wide)["gpu_gib"] > vast.needs(config)["gpu_gib"] + 0.1
+    with pytest.raises(ConfigError, match="training.device"):
+        vast.needs(overlays.apply(config, {"training.device": "cpu"}))
+
+
+def test_published_files_are_room_and_traffic_and_memory_is_not_guessed_without_them(config, tmp_path):
+    away = {"data.root": str(tmp_path), "data.download": "missing"}
+    whole = vast.needs(overlays.load(project_root() / "params/pdebench_full.yaml", overrides=away))
+    assert whole["data_gb"] > 5 and whole["disk_gb"] > vast.needs(config)["disk_gb"] + 5
+    assert whole["gpu_gib"] is None and "gpu_ram" not in vast.query(whole)
+
+
+def test_the_cheapest_for_the_whole_run_comes_first_not_the_cheapest_by_the_hour(cloud, config):
+    cloud.offers = [
+        OFFER | {"id": 1, "dph_total": 1.0, "inet_down_cost": 0.5},
+        OFFER | {"id": 2, "dph_total": 1.5, "inet_down_cost": 0.0},
+        OFFER | {"id": 3, "dph_total": 9.0},
+    ]
+    wanted = vast.needs(config)
+    rows = vast.offers(config, wanted, budget=3.0)
+    assert [row["id"] for row in rows] == [2, 1, 3]
+    assert rows[0]["dollars"] == pytest.approx(1.5 * (0.5 + vast.START_H)) and rows[0]["hours_for_budget"] == 2.0
+    by_epochs = overlays.apply(config, {"training.time_limit_s": None})
+    cloud.offers[1] = cloud.offers[1] | {"total_flops": 90.0}
+    assert [row["id"] for row in vast.offers(by_epochs, wanted)] == [2, 1, 3], "most operations for a dollar"
+
+
+@pytest.mark.parametrize(
+    "budget, offer, offers, said",
+    [
+        (0.1, None, [OFFER], "before anything trains"),
+        (5.0, 999, [OFFER], "offer 999"),
+        (5.0, None, [], "no offer has what is needed"),
+    ],
+)
+def test_what_cannot_be_rented_is_said_before_anything_is(cloud, config, budget, offer, offers, said):
+    cloud.offers = offers
+    with pytest.raises(RunError, match=said):
+        launches.plan(config, budget, offer)
+    assert not cloud.instances
+
+
+def test_a_wrong_key_is_said_with_its_remedy_and_is_in_no_message(cloud, config, monkeypatch):
+    monkeypatch.setenv("VAST_API_KEY", "wrong-secret")
+    with pytest.raises(RunError, match="401.*set api-key") as raised:
+        vast.offers(config, vast.needs(config))
+    assert "wrong-secret" not in str(raised.value)
+
+
+# -- the switch --------------------------------------------------------------------------------------------------------
+
+
+def boot(cloud, limit_s: float) -> dict:
+    cloud.rent(1, {"label": "test", "onstart": vast.onstart(limit_s)})
+    return next(iter(cloud.instances.values()))
+
+
+def test_it_fits_into_what_vast_takes_and_its_first_act_is_the_trap():
+    script = vast.onstart(86400.0)
+    assert len(script.encode()) < vast.ONSTART_BYTES
+    switch = script.split("<<'SWITCH'\n")[1].split("\nSWITCH")[0]
+    assert subprocess.run(["bash", "-n"], input=switch, text=True).returncode == 0
+    assert switch.index("trap stop EXIT") < switch.index("while sleep")
+
+
+def test_an_instance_stops_itself_when_its_time_is_over_whatever_the_server_says_at_first(cloud):
+    cloud.trouble["PUT /instances/N"] = [503, 500]
+    instance = boot(cloud, limit_s=3)
+    until(lambda: instance["actual_status"] == "exited")
+    stopped = [body for method, path, body in cloud.asked if method == "PUT"]
+    assert stopped == [{"state": "stopped"}] * 3
+    assert int((Path(vast.PLACE) / "held").read_text()) >= 3
+
+
+def test_time_held_counts_on_after_a_stop_and_a_start(cloud):
+    instance = boot(cloud, limit_s=3)
+    until(lambda: instance["actual_status"] == "exited")
+    cloud.boot(instance["id"])
+    until(lambda: instance["actual_status"] == "exited")
+    assert int((Path(vast.PLACE) / "held").read_text()) <= 5, "not another three seconds"
+
+
+def test_an_instance_on_which_nothing_happens_stops_itself_and_one_that_trains_does_not(cloud, monkeypatch):
+    monkeypatch.setattr(vast, "IDLE_S", 3)
+    place = Path(vast.PLACE)
+    (place / "run").mkdir(parents=True)
+    training = subprocess.Popen(["sleep", "8"])
+    (place / "run/process").write_text(str(training.pid))
+    instance = boot(cloud, limit_s=1000)
+    training.wait()
+    assert instance["actual_status"] == "running", "though nobody asked for anything for eight seconds"
+    (place / "run/exit_code").write_text("0")
+    until(lambda: instance["actual_status"] == "exited")
+
+
+def test_a_switch_that_is_killed_politely_stops_the_instance(cloud):
+    instance = boot(cloud, limit_s=1000)
+    until((Path(vast.PLACE) / "armed").exists)
+    subprocess.run(["pkill", "-TERM", "-f", f"{vast.PLACE}/switch"], check=True)
+    until(lambda: instance["actual_status"] == "exited")
+
+
+# -- renting -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_rented_twice_when_the_answer_is_lost(cloud, config):
+    cloud.trouble["PUT /asks/N"] = ["done and lost"]
+    planned = launches.plan(config, 5.0)
+    arguments = vast.create_command(101, planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE)
+    assert vast.create(arguments, "upsnb-x") in cloud.instances
+    assert len(cloud.instances) == 1
+
+
+def test_an_offer_that_somebody_else_took_is_an_error_and_rents_nothing(cloud, config):
+    cloud.trouble["PUT /asks/N"] = [400]
+    planned = launches.plan(config, 5.0)
+    with pytest.raises(RunError, match="trouble 400"):
+        vast.create(vast.create_command(101, planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE), "upsnb-x")
+    assert not cloud.instances
+
+
+def _script(cloud) -> Path:
+    path = cloud.place / "given.sh"
+    path.write_text(vast.onstart(1000.0))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        "cannot stop itself",
+        *(pytest.param(t, marks=pytest.mark.long) for t in ("never boots", "vanishes", "no Python")),
+    ],
+)
+def test_whatever_fails_before_it_trains_the_instance_is_destroyed(cloud, config, kept, near, monkeypatch, trouble):
+    monkeypatch.setattr(vast, "BOOT_S", 3.0)
+    if trouble == "never boots":
+        cloud.boots, said = False, "loading"
+    elif trouble == "vanishes":
+        monkeypatch.setattr(vast, "LOOK_S", 1.0)
+        cloud.boots = False
+        rent = cloud.rent
+        cloud.rent = lambda *given: (rent(*given), cloud.instances.clear())[0]
+        said = "is gone"
+    elif trouble == "cannot stop itself":
+        monkeypatch.setattr(vast, "onstart", lambda limit_s: "true\n")
+        said = "after it was rented"
+    else:
+        monkeypatch.setattr(vast.Host, "install", _no_python)
+        said = "no Python"
+    with pytest.raises(RunError, match=said):
+        launches.start_rented(launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
+    assert not cloud.instances and not list(kept.iterdir())
+
+
+def _no_python(self, name):
+    raise RunError("no Python 3.11 or newer -> install one there")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_one_that_cannot_be_destroyed_is_named(cloud, config, monkeypatch, near):
+    monkeypatch.setattr(vast, "BOOT_S", 1.0)
+    monkeypatch.setattr(vast, "onstart", lambda limit_s: "true\n")
+    cloud.trouble["DELETE /instances/N"] = [500, 500, 500, 500]
+    with pytest.raises(RunError, match="trouble 500"):
+        launches.start_rented(launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
+    assert 7000 in cloud.instances
+
+
+@pytest.mark.slow
+def test_a_run_is_rented_trains_comes_back_and_its_machine_ends(cloud, box, kept):
+    """All of it, by the real command and a real sshd: launch, status, pull, a start for another pull, the end."""
+    found = subprocess.run(["ssh", "-G", "box"], capture_output=True, text=True, check=True).stdout
+    cloud.port_of_ssh = int(next(line.split()[1] for line in found.splitlines() if line.startswith("port ")))
+    said: list[str] = []
+    notebook, smoke = project_root() / "notebooks/01_train.ipynb", project_root() / "params/smoke.yaml"
+    given, config = read_parameters(notebook, [smoke], ["training.time_limit_s=4"])
+    planned = launches.plan(config, 5.0)
+    folder = launches.start_rented(planned, notebook, given, config, say=said.append)
+    (number,) = cloud.instances
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if OWN_KEY in path.read_text(errors="replace")]
+    assert f"instance {number}" in launches.status(folder.name)
+    until(lambda: "finished" in launches.status(folder.name), "it never finished")
+    launches.pull(folder.name)
+    text = "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+    text += "".join(said) + cloud.instances[number]["onstart"]
+    assert KEY not in text and OWN_KEY not in text
+    cost = Run.attach(folder).config.cost
+    assert cost.price_per_hour == 1.2 and cost.budget == planned["training_dollars"] < 5.0
+
+    cloud.instances[number]["actual_status"] = "exited"
+    assert "exited" in launches.status(folder.name)
+    launches.pull(folder.name)
+    assert cloud.instances[number]["actual_status"] == "running", "it was started for the pull"
+    assert "destroyed" in launches.destroy(folder.name) and not cloud.instances
+    assert not (folder / KEPT).exists() and (folder / "report.json").exists()

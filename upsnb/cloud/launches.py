@@ -1,0 +1,326 @@
+"""Runs of this project that train elsewhere: where each one is, what it does, and how it comes back.
+
+`cloud.json` in a run's folder here says it; the rest of the folder comes with a pull, and is then a run like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+import yaml
+
+from upsnb import overlays
+from upsnb.cloud import vast
+from upsnb.cloud.host import KEPT, Host
+from upsnb.config import LoggingConfig, RunConfig
+from upsnb.errors import RunError
+from upsnb.report.file import finish
+from upsnb.runs import runfolder
+from upsnb.runs.files import Shape, read_json, write_json
+
+FORMAT, KIND = 1, "cloud"
+SHOWN = 10  # offers
+SHORTEST_H = 0.1  # of training, below which nothing is rented
+
+
+class _Host(Shape):
+    address: str
+    port: int | None
+    folder: str
+    is_new: bool
+
+
+class _Record(Shape):
+    provider: Literal["ssh", "vast"]
+    name: str
+    host: _Host | None  # None: rented, and not up yet
+    instance: int | None
+    price_per_hour: float
+    limit_s: float
+    created: float
+
+
+def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed: Path | None = None) -> Path:
+    """Let a notebook run on a machine that answers ssh; the run's folder here.
+
+    Args:
+        given: parameters of the notebook, a mapping for each section.
+        config: what they come to.
+        resumed: a run's folder to go on with there.
+    Raises:
+        RunError: no connection, no Python there, or a name that is taken there.
+    """
+    folder = resumed or runfolder.new_folder(config.logging.name, config.logging.root)
+    record = {"provider": "ssh", "instance": None, "price_per_hour": config.cost.price_per_hour, "limit_s": 0.0}
+    with _nothing_left(folder, resumed):
+        _begin(host, folder, notebook, given, config, resumed)
+        _keep(folder, host, record)
+    return folder
+
+
+def plan(config: RunConfig, budget: float, offer: int | None = None, max_price: float | None = None) -> dict:
+    """What would be rented for a run, for how long and at what price; nothing is rented.
+
+    Returns:
+        The offer's row, what is needed, seconds until the switch stops it, and the dollars left for training.
+    Raises:
+        RunError: no offer, not this one, or a budget that is spent before anything trains.
+    """
+    wanted = vast.needs(config)
+    rows = vast.offers(config, wanted, budget, max_price)
+    if not rows:
+        raise RunError(f"no offer has what is needed ({vast.query(wanted, max_price)}) -> ask for less, or later")
+    chosen = next((row for row in rows if offer in (None, row["id"])), None)
+    if chosen is None:
+        raise RunError(f"offer {offer}: is not among those that have what is needed -> {rows[0]['id']} is the cheapest")
+    limit_s = budget / chosen["price_per_hour"] * 3600
+    training_h = limit_s / 3600 - vast.START_H - vast.GRACE_S / 3600
+    if training_h < SHORTEST_H:
+        least = chosen["price_per_hour"] * (vast.START_H + vast.GRACE_S / 3600 + SHORTEST_H)
+        raise RunError(f"${budget:g}: is spent before anything trains -> ${least:.2f} at least, or a cheaper offer")
+    left = chosen["price_per_hour"] * training_h
+    return {"offer": chosen, "needs": wanted, "limit_s": limit_s, "training_dollars": round(left, 4)}
+
+
+def survey(config: RunConfig, budget: float | None, max_price: float | None, folder: Path | None) -> dict:
+    """What a run needs and what it would cost where, written as a report; nothing is rented.
+
+    Without an account, or without Vast's command, the report says why there are no offers.
+    """
+    trouble, wanted, rows = None, vast.needs(config), []
+    try:
+        rows = vast.offers(config, wanted, budget, max_price)
+    except RunError as error:
+        trouble = str(error)
+    asked = {"budget": budget, "max_price": max_price, "time_limit_s": config.training.time_limit_s}
+    return finish(
+        {"format": FORMAT, "kind": KIND, **asked, "needs": wanted, "offers": rows, "trouble": trouble}, folder
+    )
+
+
+def needed(wanted: dict) -> str:
+    """What a machine must have, in a line."""
+    memory = f"{wanted['gpu_gib']:g} GiB (predicted)" if wanted["gpu_gib"] else "unknown memory: its files are not here"
+    rest = f"{wanted['disk_gb']} GB of disk, CUDA {wanted['cuda']:.1f}, compute capability {wanted['capability']:g}"
+    return f"needs {wanted['num_gpus']} GPU with {memory}, {rest}"
+
+
+def offered(rows: list[dict], count: int = SHOWN) -> pd.DataFrame:
+    """The first offers as a table; columns that nothing is known of are left out."""
+    return pd.DataFrame(rows[:count]).dropna(axis=1, how="all")
+
+
+def summary(report: dict) -> str:
+    """A survey in a few lines."""
+    if report["trouble"]:
+        return f"{needed(report['needs'])}\nno offers: {report['trouble']}"
+    how = "price of the whole run" if report["time_limit_s"] else "operations a dollar buys: the run ends by its epochs"
+    table = offered(report["offers"]).to_string(index=False) if report["offers"] else "nothing to be had"
+    return f"{needed(report['needs'])}\n{len(report['offers'])} offers, by {how}\n{table}"
+
+
+def command(planned: dict, label: str, script: Path, image: str = vast.IMAGE) -> str:
+    """The exact command that rents, to read."""
+    return shlex.join(["vastai", *vast.create_command(planned["offer"]["id"], planned["needs"], label, script, image)])
+
+
+def start_rented(
+    planned: dict,
+    notebook: Path,
+    given: dict,
+    config: RunConfig,
+    resumed: Path | None = None,
+    image: str = vast.IMAGE,
+    say: vast.Say = print,
+) -> Path:
+    """Rent what was planned, and let a notebook run there; the run's folder here.
+
+    Its price and what is left of the budget become settings of the run, which saves and ends when that is spent.
+
+    Raises:
+        RunError: whatever failed, after the instance was destroyed; or that it could not be, and its number.
+    """
+    if not vast.ssh_keys():
+        raise RunError(
+            "vastai: the account has no SSH key -> .vastai/bin/vastai create ssh-key, and it gets in with it"
+        )
+    price = planned["offer"]["price_per_hour"]
+    folder = resumed or runfolder.new_folder(config.logging.name, config.logging.root)
+    record = {"provider": "vast", "price_per_hour": price, "limit_s": planned["limit_s"]}
+    label = f"upsnb-{folder.name}"
+    with _nothing_left(folder, resumed), tempfile.TemporaryDirectory() as work:
+        script = Path(work) / "onstart.sh"
+        script.write_text(vast.onstart(planned["limit_s"]))
+        arguments = vast.create_command(planned["offer"]["id"], planned["needs"], label, script, image)
+        number = vast.create(arguments, label)
+        say(f"rented: instance {number}, {planned['offer']['gpus']}, ${price:.3f} an hour")
+        try:
+            _keep(folder, None, {**record, "instance": number})
+            host = vast.wait(number, say)
+            _keep(folder, host, {**record, "instance": number})
+            say("code goes there, then its packages; a few minutes")
+            cost = (f"cost.price_per_hour={price}", f"cost.budget={planned['training_dollars']}")
+            _begin(host, folder, notebook, given, config, resumed, cost)
+        except BaseException:
+            say(f"destroying instance {number}")
+            vast.destroy(number)
+            raise
+    return folder
+
+
+@contextlib.contextmanager
+def _nothing_left(folder: Path, resumed: Path | None):
+    """Leave no folder of a run that was never started."""
+    try:
+        yield
+    except BaseException:
+        if resumed is None:
+            (folder / KEPT).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _begin(
+    host: Host,
+    folder: Path,
+    notebook: Path,
+    given: dict,
+    config: RunConfig,
+    resumed: Path | None,
+    more: Iterable[str] = (),
+) -> None:
+    from upsnb.models import chosen
+
+    source = chosen.with_source(config).model.source
+    if source:  # the model's file may lie anywhere here
+        given = {**given, "model": {**given.get("model", {}), "source": source}}
+    if resumed is not None:
+        given = {**given, "checkpoint": {**given.get("checkpoint", {}), "resume": True}}
+    name = folder.name
+    host.send(name, yaml.safe_dump(given, sort_keys=False), resumed)
+    host.install(name)
+    host.begin(name, f"notebooks/{notebook.name}", more)
+
+
+def _keep(folder: Path, host: Host | None, record: dict) -> None:
+    there = vars(host) if host else None
+    write_json(folder / KEPT, {"format": FORMAT, "name": folder.name, "host": there, "created": time.time(), **record})
+
+
+# -- those that were started -------------------------------------------------------------------------------------------
+
+
+def find(name: str) -> tuple[Path, dict]:
+    """The folder here and the record of a run that was started elsewhere.
+
+    Raises:
+        RunError: there is none of this name.
+    """
+    folder = _outputs() / Path(name).name
+    if not (folder / KEPT).exists():
+        known = ", ".join(folder.name for folder in started()) or "none"
+        raise RunError(f"{name}: was not started elsewhere -> those that were: {known}")
+    return folder, read_json(folder / KEPT, FORMAT, _Record)
+
+
+def started() -> list[Path]:
+    """Folders here of all runs that were started elsewhere, the newest last."""
+    return sorted((path.parent for path in _outputs().glob(f"*/{KEPT}")), key=lambda folder: folder.stat().st_ctime)
+
+
+def status(name: str) -> str:
+    """What a run does there, in a line: its state, what it printed last, and what its machine costs."""
+    folder, record = find(name)
+    money = ""
+    if record["instance"] is not None:
+        found = vast.instance(record["instance"])
+        if found is None:
+            return f"{folder.name}: instance {record['instance']} is gone; what was pulled is here"
+        state = str(found.get("actual_status") or found.get("cur_state"))
+        money = f"; instance {record['instance']} {state}, ${record['price_per_hour']:.3f} an hour while it runs"
+        if state != "running" or record["host"] is None:
+            return f"{folder.name}: {state}{money}; its disk costs until it is destroyed"
+    state, *last = host(record).state(folder.name).splitlines()
+    return f"{folder.name}: {state}{money}" + (f": {last[0]}" if last else "")
+
+
+def told(name: str) -> str:
+    """The same, or why it is not known."""
+    try:
+        return status(name)
+    except RunError as error:
+        return f"{name}: not known: {error}"
+
+
+def host(record: dict) -> Host:
+    """Where a run is.
+
+    Raises:
+        RunError: its instance never answered.
+    """
+    there = record["host"]
+    if there is None:
+        raise RunError(
+            f"{record['name']}: its instance never answered -> python -m upsnb cloud destroy {record['name']}"
+        )
+    return Host(**there)
+
+
+def pull(name: str) -> tuple[Path, int]:
+    """Bring here what a run wrote there since the last time; its folder here, and the bytes that came.
+
+    Raises:
+        RunError: the machine does not answer; of a stopped instance, that it must be started for it.
+    """
+    folder, record = find(name)
+    if record["instance"] is not None:
+        found = vast.instance(record["instance"])
+        if found is None:
+            raise RunError(f"{name}: instance {record['instance']} is gone, and what was not pulled with it")
+        if found.get("actual_status") != "running":
+            vast.start_again(record["instance"])
+            try:
+                again = vast.wait(record["instance"], print)
+            except RunError as error:
+                raise RunError(f"{error}; its disk is kept until it is destroyed") from None
+            record |= {"host": vars(again)}
+            write_json(folder / KEPT, record)  # it may have another port now
+    return folder, host(record).pull(folder.name, folder)
+
+
+def destroy(name: str, sure: bool = False) -> str:
+    """End what a run holds elsewhere: the instance, or its folder on a machine that was not rented; in words.
+
+    Raises:
+        RunError: it trains, or was never pulled, and nobody said that they are sure.
+    """
+    folder, record = find(name)
+    if not sure:
+        try:
+            state = host(record).state(folder.name)
+        except RunError:  # it does not answer
+            state = ""
+        if state.startswith("running"):
+            raise RunError(f"{name}: trains -> python -m upsnb cloud stop {name}, or --yes to lose it")
+        if not (folder / runfolder.MANIFEST).exists() and record["host"] is not None:
+            raise RunError(f"{name}: was never pulled -> python -m upsnb cloud pull {name}, or --yes to lose it")
+    if record["instance"] is not None:
+        vast.destroy(record["instance"])
+        done = f"instance {record['instance']} is destroyed"
+    else:
+        host(record).remove(folder.name)
+        done = f"{record['host']['address']}: the run's folder there is deleted"
+    (folder / KEPT).unlink()
+    return done
+
+
+def _outputs() -> Path:
+    return overlays.project_root() / LoggingConfig().root
