@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 APART = sum(
-    map(EXTRAS.pop, ("neuralop", "optuna", "tensorboard", "mlflow", "wandb", "pack")), []
+    map(EXTRAS.pop, ("neuralop", "optuna", "tensorboard", "mlflow", "wandb", "pack", "onnx", "hub")), []
 )  # tested with other pins
 REQUIREMENTS = [Requirement(line) for line in sum(EXTRAS.values(), PROJECT["dependencies"])]
 
@@ -189,6 +189,7 @@ def test_only_declared_packages_are_imported():
         "mlflow": {"widgets.export"},
         "wandb": {"widgets.export"},
         "safetensors": {"training.packed"},
+        "huggingface_hub": {"report.pack"},
     }
     for module, path in MODULES.items():
         for name in {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {"upsnb"}:
@@ -251,6 +252,7 @@ def test_importing_does_nothing(tmp_path):
         "mlflow",
         "wandb",
         "safetensors",
+        "huggingface_hub",
         "torch.utils.tensorboard",
     )  # but for the first, not installed here
     for name in (name for name in found if not name.startswith(apart)):

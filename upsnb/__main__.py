@@ -151,11 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     given = command(
         "pack",
         "write a run's model, as files to give away, with a card",
-        lambda args: commands.pack(args.run, args.output, args.which),
+        lambda args: commands.pack(args.run, args.output, args.which, args.onnx, args.push, args.public),
         "RUN",
     )
     given.add_argument("--which", default="latest", help="its checkpoint: latest, best, previous or epoch")
     given.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="packed/ in the run's folder")
+    given.add_argument("--onnx", action="store_true", help="programs for ONNX runtimes too")
+    given.add_argument("--push", metavar="USER/MODEL", help="put it on the Hugging Face hub, where you alone see it")
+    given.add_argument("--public", action="store_true", help="there, for everybody to see")
     data = command("data", "fetch data files, look into them, audit them", lambda args: args.of_data(args))
     of_data = data.add_subparsers(required=True, metavar="command")
     for name, what, act, more in (

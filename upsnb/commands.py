@@ -178,11 +178,14 @@ def export(name: str, to: str, folder: Path | None, follow: bool) -> None:
     print(as_typed(export.export(Run.attach(name), to, folder, follow)))
 
 
-def pack(name: str, folder: Path | None, which: str) -> None:
-    """Write a run's model and its card into a folder to give away."""
+def pack(name: str, folder: Path | None, which: str, onnx: bool, push: str | None, public: bool) -> None:
+    """Write a run's model and its card into a folder to give away, and put it on a hub."""
     from upsnb.report import pack
 
-    print(as_typed(pack.pack(Run.attach(name), folder, which)))
+    written = pack.pack(Run.attach(name), folder, which, onnx)
+    print(as_typed(written))
+    if push:
+        print(pack.push(written, push, public))
 
 
 def board(names: list[str], folder: Path | None, price_per_hour: float) -> None:

@@ -1,6 +1,7 @@
 """A packed model is the run's, bit by bit, wherever it is unpacked; its programs agree; damage is told."""
 
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -84,3 +85,45 @@ def test_a_folder_with_something_else_is_left_alone(tiny_config, train_here, tmp
     with pytest.raises(RunError, match="holds something that was not made here"):
         pack.pack(Run(tmp_path / "run"), tmp_path / "mine")
     assert (tmp_path / "mine/thesis.tex").exists()
+
+
+def test_onnx_programs_agree_for_any_number_of_samples_without_torch(tiny_config, train_here, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not here -> make test runs this in .extras")
+    train_here(tiny_config(), tmp_path / "run")
+    run = Run(tmp_path / "run")
+    folder, own = pack.pack(run, onnx=True), run.load_model()
+    card = (folder / pack.CARD).read_text()
+    assert "There is no" not in card and 'InferenceSession("advection.onnx")' in card
+    for name, spec in own.specs.items():
+        session = onnxruntime.InferenceSession(folder / f"{name}{packed.ONNX}")
+        for samples in (1, 5):
+            given = torch.randn(samples, spec.input_frames, spec.input_channels, *spec.grid_shape)
+            parameters = torch.full((samples, spec.num_parameters), 0.4)
+            named = {"fields": given.numpy(), "parameters": parameters.numpy()}
+            (y,) = session.run(None, {part.name: named[part.name] for part in session.get_inputs()})
+            with torch.no_grad():
+                forecast = own(name, given, parameters, spec.dt)
+            torch.testing.assert_close(torch.from_numpy(y), forecast, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_onnx_has_no_operators_for_is_packed_all_the_same(tiny_config, train_here, tmp_path):
+    pytest.importorskip("onnxscript", reason="onnxscript is not here -> make test runs this in .extras")
+    train_here(tiny_config(**MODELS["fno"]), tmp_path / "run")
+    folder = pack.pack(Run(tmp_path / "run"), onnx=True)
+    found, card = {path.stem for path in folder.glob("*.onnx")}, (folder / pack.CARD).read_text()
+    for name in Run(tmp_path / "run").load_model().specs:
+        assert (folder / f"{name}.pt2").exists() and (name in found) != (f"no ONNX program for {name}: " in card)
+
+
+def test_a_pushed_model_is_private_unless_asked_and_a_refusal_is_a_sentence(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not here -> make test runs this in .extras")
+    api = mock.create_autospec(hub.HfApi, instance=True)  # refuses what the real one would not take
+    api.upload_folder.return_value.repo_url = "https://hub/me/waves"
+    monkeypatch.setattr(hub, "HfApi", lambda: api)
+    assert pack.push(tmp_path, "me/waves") == "https://hub/me/waves"
+    pack.push(tmp_path, "me/waves", public=True)
+    assert [call.kwargs["private"] for call in api.create_repo.call_args_list] == [True, False]
+    assert api.upload_folder.call_args.kwargs["folder_path"] == tmp_path
+    api.create_repo.side_effect = OSError("401 Unauthorized")
+    with pytest.raises(RunError, match="me/waves: not on the hub .401 Unauthorized.*hf auth login"):
+        pack.push(tmp_path, "me/waves")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from upsnb.errors import RunError
 from upsnb.models.surrogate import Surrogate, count_parameters
 from upsnb.report import results
 from upsnb.runs import runfolder
@@ -15,21 +16,26 @@ from upsnb.training import packed
 FOLDER, CARD = "packed", "README.md"
 
 
-def pack(run: Run, folder: Path | None = None, which: str = "latest") -> Path:
+def pack(run: Run, folder: Path | None = None, which: str = "latest", onnx: bool = False) -> Path:
     """Write the model of a run, its programs, its figures and its card; returns their folder.
 
     Args:
         folder: replaced where it was packed before; empty: `packed` in the run's folder.
         which: checkpoint, by its role, as of `Run.load_model`.
+        onnx: write each program for ONNX runtimes too, where it can be translated.
     Raises:
-        ConfigError: safetensors is not installed.
+        ConfigError: safetensors, or what translates to ONNX, is not installed.
         RunError: the run has no such checkpoint, or the folder holds something else.
     """
     packed.needs_package()
+    if onnx:
+        packed.needs_package(*packed.TRANSLATOR)
     model, folder = run.load_model(which), folder or run.folder / FOLDER
     own_folder(folder)
     packed.write(folder, model, run.current_config, run.manifest["stage"])
-    failed = {name: packed.write_program(folder, model, name) for name in model.specs}
+    failed = {"program": {name: packed.write_program(folder, model, name) for name in model.specs}}
+    if onnx:
+        failed["ONNX program"] = {name: packed.write_onnx(folder, name) for name in model.specs}
     for figure in sorted((run.folder / runfolder.FIGURES).glob("*.png")):
         (folder / runfolder.FIGURES).mkdir(exist_ok=True)
         shutil.copy(figure, folder / runfolder.FIGURES)
@@ -37,11 +43,34 @@ def pack(run: Run, folder: Path | None = None, which: str = "latest") -> Path:
     return folder
 
 
-def card(run: Run, model: Surrogate, which: str, failed: dict[str, str]) -> str:
+def push(folder: Path, name: str, public: bool = False) -> str:
+    """Put a packed model on the Hugging Face hub, with the account that `hf auth login` knows; its address.
+
+    Args:
+        name: user/model; made if it is not there.
+        public: for everybody to see; one that is there stays as it is.
+    Raises:
+        ConfigError: huggingface_hub is not installed.
+        RunError: the hub refused, or cannot be reached.
+    """
+    packed.needs_package("huggingface_hub", "hub")
+    from huggingface_hub import HfApi
+
+    try:
+        hub = HfApi()
+        hub.create_repo(name, private=not public, exist_ok=True)
+        done = hub.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.parent.name}")
+    except Exception as error:  # its own, those of its HTTP library, and refused names
+        said = " ".join(str(error).split())[:300]
+        raise RunError(f"{name}: not on the hub ({said}) -> hf auth login, and a name like user/model") from None
+    return str(done.repo_url)
+
+
+def card(run: Run, model: Surrogate, which: str, failed: dict[str, dict[str, str]]) -> str:
     """What somebody has to know who was given the folder, in Markdown.
 
     Args:
-        failed: why a dataset has no program, empty where it has one.
+        failed: of each kind of program, why a dataset has none, empty where it has one.
     """
     report, manifest = results.run_numbers(run), run.manifest
     made = f"upsnb {manifest['code_revision'][:12]} and torch {manifest['versions']['torch']}"
@@ -64,7 +93,8 @@ def card(run: Run, model: Surrogate, which: str, failed: dict[str, str]) -> str:
         *(f"![{path.stem}](figures/{path.name})" for path in sorted((run.folder / runfolder.FIGURES).glob("*.png"))),
         "## How to use it",
         USE.format(name=next(iter(model.specs))),
-        *(f"There is no program for {name}: {why}." for name, why in failed.items() if why),
+        *([ONNX.format(name=next(iter(model.specs)))] if "ONNX program" in failed else []),
+        *(f"There is no {kind} for {name}: {why}." for kind, of in failed.items() for name, why in of.items() if why),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -86,6 +116,14 @@ torch.export.load("{name}.pt2").module()(fields, parameters)
 ```
 The settings of its training are in `config.yaml`. Where `model.build` there names a file, loading the model runs the
 code that stands below it; the programs run none."""
+
+ONNX = """Without torch, at the resolution of training, arrays in float32:
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("{name}.onnx")
+session.run(None, {{"fields": fields, "parameters": parameters}})
+```"""
 
 
 def _row(spec) -> str:

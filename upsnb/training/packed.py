@@ -1,11 +1,12 @@
 """A trained model as files to give away: weights in safetensors, what it takes to build it again, and programs.
 
 A program is one call of one dataset, physical fields to physical fields at the resolution of training, written down by
-torch.export: it runs where torch is, without this package.
+torch.export: it runs where torch is, without this package; translated to ONNX, without torch too.
 """
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,19 +22,20 @@ from upsnb.runs.files import read_json, write_json
 from upsnb.training import stages
 
 FORMAT = 1
-WEIGHTS, SPECS, PROGRAM = "model.safetensors", "specs.json", ".pt2"
+WEIGHTS, SPECS, PROGRAM, ONNX = "model.safetensors", "specs.json", ".pt2", ".onnx"
 COMPLEX = "#complex"  # ends the names of weights that are stored as pairs of real numbers
+TRANSLATOR = ("onnxscript", "onnx")  # a package and the extra that has it
 MOST_PAIRS = 1024  # in one call of a program
 
 
-def needs_package() -> None:
-    """Refuse where safetensors is missing.
+def needs_package(package: str = "safetensors", extra: str = "pack") -> None:
+    """Refuse where a package is missing.
 
     Raises:
         ConfigError: it is; with what installs it.
     """
-    if find_spec("safetensors") is None:
-        raise ConfigError(["safetensors is not installed -> pip install 'upsnb[pack]'"], "a packed model")
+    if find_spec(package) is None:
+        raise ConfigError([f"{package} is not installed -> pip install 'upsnb[{extra}]'"], "a packed model")
 
 
 def write(folder: Path, model: Surrogate, config: RunConfig, stage: str) -> None:
@@ -106,5 +108,25 @@ def write_program(folder: Path, model: Surrogate, name: str) -> str:
             )
         torch.export.save(program, folder / f"{name}{PROGRAM}")
     except Exception as error:  # whatever torch finds in a model of somebody's own
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ""
+
+
+def write_onnx(folder: Path, name: str) -> str:
+    """Write a dataset's program for ONNX runtimes too; why it could not be written, or an empty text.
+
+    Raises:
+        ConfigError: onnxscript, which translates, is not installed.
+    """
+    needs_package(*TRANSLATOR)
+    if not (folder / f"{name}{PROGRAM}").exists():
+        return "torch could not export it either"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about torch's own deprecations
+            program = torch.export.load(folder / f"{name}{PROGRAM}")
+            torch.onnx.export(program, (), folder / f"{name}{ONNX}", dynamo=True, external_data=False, verbose=False)
+    except Exception as error:  # complex numbers, for example, have no operators there
+        (folder / f"{name}{ONNX}").unlink(missing_ok=True)
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return ""
