@@ -374,7 +374,7 @@ def test_notebook_ends_in_a_checked_summary(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
 def test_notebook_starts_with_parameters_that_make_a_runnable_config(path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert "parameters" in cells[0]["metadata"].get("tags", ())
+    assert [cell["metadata"].get("tags") for cell in cells[:2]] == [["colab"], ["parameters"]]
     _, config = command.read_parameters(path, [], [])
     hardware.check_runnable(config, hardware.detect())
 
@@ -382,7 +382,8 @@ def test_notebook_starts_with_parameters_that_make_a_runnable_config(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids(NOTEBOOKS))
 def test_notebook_shows_a_few_knobs_first_and_everything_else_below(path):
     """Each with its type and meaning, as `papermill --help-notebook` prints them, and with the preset's value."""
-    source = "".join(next(c["source"] for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"))
+    tagged = {tag: c for c in json.loads(path.read_text())["cells"] for tag in c["metadata"].get("tags", ())}
+    source = "".join(tagged["parameters"]["source"])
     knobs, below = (part.splitlines() for part in source.split("\n\n# Anything else\n"))
     assert 3 <= len(knobs) <= 5
     assert all(re.fullmatch(r"\w+: [\w\[\]]+ = .+  # .+", line) for line in knobs)

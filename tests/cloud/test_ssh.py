@@ -37,11 +37,11 @@ def test_a_notebook_runs_there_its_folder_comes_back_and_goes_on_there(box, tmp_
         run = Run.attach(folder)
         assert run.status() == "finished" and (folder / "report.json").exists()
         assert run.manifest["code_revision"] == runfolder.code_revision()
-        assert "never" not in upsnb("cloud", "destroy", name) and not there.exists()
+        again = ("cloud", "ssh", "box", *SETTINGS, "--resume", name, "--folder", box.folder)
+        assert f"cloud destroy {name}" in upsnb(*again, code=2), "it is held there"
+        assert "is deleted" in upsnb("cloud", "destroy", name) and not there.exists()
 
-        said = upsnb(
-            "cloud", "ssh", "box", *SETTINGS, "--resume", name, "-p", "training.time_limit_s=8", "--folder", box.folder
-        )
+        upsnb(*again, "-p", "training.time_limit_s=8")
         until(lambda: ": finished" in upsnb("cloud", "status", name))
         upsnb("cloud", "pull", name)
         assert len(run.manifest["segments"]) == 2, "it went on from its checkpoint"

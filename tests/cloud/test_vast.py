@@ -1,5 +1,6 @@
 """Renting at Vast.ai with its real command, against a server that speaks its API: what is asked, and that it ends."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def cloud(tmp_path, monkeypatch, kept):
     for name, value in {"VAST_URL": server.url, "VAST_API_KEY": KEY, "HOME": str(tmp_path / "home")}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    for name, value in {"PLACE": str(tmp_path / "there"), "EVERY_S": 1, "LOOK_S": 0.2}.items():
+    for name, value in {"PLACE": str(tmp_path / "there"), "EVERY_S": 1, "LOOK_S": 0.2, "AGAIN_S": 2}.items():
         monkeypatch.setattr(vast, name, value)
     monkeypatch.setattr(launches.runfolder, "new_folder", lambda name, root="": _made(kept / name))
     yield server
@@ -140,21 +141,33 @@ def test_an_instance_stops_itself_when_its_time_is_over_whatever_the_server_says
     assert int((Path(vast.PLACE) / "held").read_text()) >= 3
 
 
-def test_time_held_counts_on_after_a_stop_and_a_start(cloud):
-    instance = boot(cloud, limit_s=3)
+def test_time_held_counts_on_after_a_start_which_gets_time_for_a_pull_and_no_more(cloud):
+    instance = boot(cloud, limit_s=4)
     until(lambda: instance["actual_status"] == "exited")
     cloud.boot(instance["id"])
     until(lambda: instance["actual_status"] == "exited")
-    assert int((Path(vast.PLACE) / "held").read_text()) <= 5, "not another three seconds"
+    assert int((Path(vast.PLACE) / "held").read_text()) == 4 + 2, "not another four seconds"
+
+
+def test_what_trained_before_a_start_does_not_count_as_training(cloud, near, monkeypatch):
+    """Its process number is another process's by then: here this one's."""
+    monkeypatch.setattr(vast, "IDLE_S", 2)
+    run = Path(vast.PLACE) / "waves"
+    run.mkdir(parents=True)
+    (run / "process").write_text(str(os.getpid()))
+    instance = boot(cloud, limit_s=1000)
+    until(lambda: instance["actual_status"] == "exited")
+    assert near.state("waves").startswith("stopped")
 
 
 def test_an_instance_on_which_nothing_happens_stops_itself_and_one_that_trains_does_not(cloud, monkeypatch):
     monkeypatch.setattr(vast, "IDLE_S", 3)
     place = Path(vast.PLACE)
-    (place / "run").mkdir(parents=True)
-    training = subprocess.Popen(["sleep", "8"])
-    (place / "run/process").write_text(str(training.pid))
     instance = boot(cloud, limit_s=1000)
+    until((place / "armed").exists)
+    training = subprocess.Popen(["sleep", "8"])
+    (place / "run").mkdir()
+    (place / "run/process").write_text(str(training.pid))
     training.wait()
     assert instance["actual_status"] == "running", "though nobody asked for anything for eight seconds"
     (place / "run/exit_code").write_text("0")
@@ -213,7 +226,7 @@ def test_whatever_fails_before_it_trains_the_instance_is_destroyed(cloud, config
         said = "is gone"
     elif trouble == "cannot stop itself":
         monkeypatch.setattr(vast, "onstart", lambda limit_s: "true\n")
-        said = "after it was rented"
+        said = "switch has not reached Vast"
     else:
         monkeypatch.setattr(vast.Host, "install", _no_python)
         said = "no Python"
@@ -228,13 +241,13 @@ def _no_python(self, name):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_one_that_cannot_be_destroyed_is_named(cloud, config, monkeypatch, near):
+def test_one_that_cannot_be_destroyed_is_named_and_not_forgotten(cloud, config, monkeypatch, near, kept):
     monkeypatch.setattr(vast, "BOOT_S", 1.0)
     monkeypatch.setattr(vast, "onstart", lambda limit_s: "true\n")
     cloud.trouble["DELETE /instances/N"] = [500, 500, 500, 500]
     with pytest.raises(RunError, match="trouble 500"):
         launches.start_rented(launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
-    assert 7000 in cloud.instances
+    assert 7000 in cloud.instances and "instance 7000" in launches.status(next(kept.iterdir()).name)
 
 
 @pytest.mark.slow

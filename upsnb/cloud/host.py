@@ -31,7 +31,8 @@ INSTALL_S = 3600.0
 CHECKPOINTS = f"{runfolder.CHECKPOINTS}/{INDEX}"
 MOST_TURNS = 6  # of a pull from a run that goes on writing
 SSH_FAILED = 255  # ssh's own exit code
-KEPT = "cloud.json"  # in a run's folder here: where it trains; nothing that comes from there replaces it
+KEPT = "cloud.json"  # in a run's folder here: where it trains
+KNOWN = "cloud.known_hosts"  # there too: the key of a machine that was rented for it
 PYTHON = """for p in python3 python3.13 python3.12 python3.11 none; do
     command -v $p >/dev/null && $p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && break
 done
@@ -46,14 +47,14 @@ class Host:
     address: str  # an alias, a name, or user@name
     port: int | None = None
     folder: str = "upsnb-runs"  # from the user's home there
-    is_new: bool = False  # rented a moment ago: nobody knows its key yet
+    known: str | None = None  # file for the key of one that is new: addresses of rented machines come again
 
     def command(self, script: str) -> list[str]:
         """The command here that runs a script of bash there."""
         options = [f"ConnectTimeout={CONNECT_S}", "BatchMode=yes"]  # a password cannot be typed while it trains
         options += [f"ServerAliveInterval={SILENT_S // 4}", "ServerAliveCountMax=4"]
-        if self.is_new:
-            options.append("StrictHostKeyChecking=accept-new")
+        if self.known:
+            options += ["StrictHostKeyChecking=accept-new", f"UserKnownHostsFile={self.known}"]
         port = ["-p", str(self.port)] if self.port else []
         chosen = [word for option in options for word in ("-o", option)]
         return ["ssh", *chosen, *port, "--", self.address, f"bash -ec {shlex.quote(script)}"]
@@ -69,19 +70,14 @@ class Host:
         except FileNotFoundError:
             raise RunError("ssh: is not installed here -> install OpenSSH's client") from None
         except subprocess.TimeoutExpired:
-            raise RunError(
-                f"{self.address}: no answer for {timeout_s:g} s -> try again; what runs there goes on"
-            ) from None
-        if done.returncode:
-            said = (
-                " ".join(done.stderr.decode(errors="replace").split("\n")[-4:]).strip()
-                or f"exit code {done.returncode}"
-            )
-            remedy = (
-                f" -> see that `ssh {self.address}` works without a password" if done.returncode == SSH_FAILED else ""
-            )
-            raise RunError(f"{self.address}: {said[:500]}{remedy}")
-        return done.stdout
+            said = f"no answer for {timeout_s:g} s -> try again; what runs there goes on"
+            raise RunError(f"{self.address}: {said}") from None
+        if done.returncode == 0:
+            return done.stdout
+        said = " ".join(done.stderr.decode(errors="replace").split("\n")[-4:]).strip()[:500]
+        if done.returncode == SSH_FAILED:
+            said += f" -> see that `ssh {self.address}` works without a password"
+        raise RunError(f"{self.address}: {said or f'exit code {done.returncode}'}")
 
     # -- there ---------------------------------------------------------------------------------------------------------
 
@@ -124,10 +120,14 @@ class Host:
         )
 
     def state(self, name: str) -> str:
-        """starting, running, finished or failed, stopped where nobody wrote an end; and the last thing it printed."""
+        """starting, running, finished or failed, stopped where its machine was; and the last thing it printed."""
         script = f"""cd {self._place(name)}
             if [ -e {EXIT_CODE} ]; then
-                [ "$(cat {EXIT_CODE})" = 0 ] && echo finished || echo "failed, exit code $(cat {EXIT_CODE})"
+                case "$(cat {EXIT_CODE})" in
+                    0) echo finished ;;
+                    lost) echo stopped ;;
+                    *) echo "failed, exit code $(cat {EXIT_CODE})" ;;
+                esac
             elif [ ! -e {PROCESS} ]; then echo starting
             elif kill -0 "$(cat {PROCESS})" 2>/dev/null; then echo running
             else echo stopped; fi
@@ -155,9 +155,8 @@ class Host:
         place = f"{self._place(name)}/outputs/{name}"
         script, moved = f"python3 {self._place(name)}/upsnb/cloud/there.py", 0
         for _ in range(MOST_TURNS):
-            self.run(
-                f"date > {place}/../../../{LIFE}; [ -d {place} ] || {{ echo no run folder there yet >&2; exit 3; }}"
-            )
+            missing = "there is no run folder yet -> python -m upsnb cloud logs says why"
+            self.run(f"[ -d {place} ] || {{ echo '{missing}' >&2; exit 3; }}; date > {place}/../../../{LIFE}")
             listed = json.loads(self.run(f"{script} list {place}", timeout_s=INSTALL_S))
             wanted = {file for file, seen in listed.items() if _differs(folder / _inside(file), seen)}
             if CHECKPOINTS in listed and any(file.startswith(runfolder.CHECKPOINTS) for file in wanted):
@@ -203,9 +202,8 @@ class Host:
                 else:
                     raise RunError(f"{self.address}: the connection broke -> pull again, what has come is kept")
         except (tarfile.TarError, EOFError) as error:
-            raise RunError(
-                f"{self.address}: the connection broke ({error}) -> pull again, what has come is kept"
-            ) from None
+            said = f"the connection broke ({error}) -> pull again, what has come is kept"
+            raise RunError(f"{self.address}: {said}") from None
         finally:
             process.kill()
             process.wait()
@@ -232,7 +230,7 @@ def _packed(given: str, name: str, run: Path | None) -> bytes:
 
     def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         name = PurePosixPath(member.name).name
-        return None if name in ("__pycache__", ".ipynb_checkpoints", ".lock", KEPT) else member
+        return None if name in ("__pycache__", ".ipynb_checkpoints", ".lock", KEPT, KNOWN) else member
 
     with tarfile.open(mode="w:gz", compresslevel=3, fileobj=packed) as tar:
         for part in CODE:
@@ -249,7 +247,7 @@ def _packed(given: str, name: str, run: Path | None) -> bytes:
 def _inside(name: str) -> str:
     """A name from there, refused where it leads out of the folder, or to what this machine keeps of its own."""
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name or parts[-1] == KEPT:
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name or parts[-1] in (KEPT, KNOWN):
         raise RunError(f"{name!r}: a name that no run's folder has -> do not trust that machine")
     return name
 

@@ -18,7 +18,7 @@ import yaml
 
 from upsnb import overlays
 from upsnb.cloud import vast
-from upsnb.cloud.host import KEPT, Host
+from upsnb.cloud.host import KEPT, KNOWN, Host
 from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import RunError
 from upsnb.report.file import finish
@@ -34,7 +34,7 @@ class _Host(Shape):
     address: str
     port: int | None
     folder: str
-    is_new: bool
+    known: str | None
 
 
 class _Record(Shape):
@@ -57,9 +57,9 @@ def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed
     Raises:
         RunError: no connection, no Python there, or a name that is taken there.
     """
-    folder = resumed or runfolder.new_folder(config.logging.name, config.logging.root)
+    folder = _folder(config, resumed)
     record = {"provider": "ssh", "instance": None, "price_per_hour": config.cost.price_per_hour, "limit_s": 0.0}
-    with _nothing_left(folder, resumed):
+    with _nothing_left(folder):
         _begin(host, folder, notebook, given, config, resumed)
         _keep(folder, host, record)
     return folder
@@ -152,10 +152,10 @@ def start_rented(
             "vastai: the account has no SSH key -> .vastai/bin/vastai create ssh-key, and it gets in with it"
         )
     price = planned["offer"]["price_per_hour"]
-    folder = resumed or runfolder.new_folder(config.logging.name, config.logging.root)
+    folder = _folder(config, resumed)
     record = {"provider": "vast", "price_per_hour": price, "limit_s": planned["limit_s"]}
     label = f"upsnb-{folder.name}"
-    with _nothing_left(folder, resumed), tempfile.TemporaryDirectory() as work:
+    with _nothing_left(folder), tempfile.TemporaryDirectory() as work:
         script = Path(work) / "onstart.sh"
         script.write_text(vast.onstart(planned["limit_s"]))
         arguments = vast.create_command(planned["offer"]["id"], planned["needs"], label, script, image)
@@ -163,7 +163,7 @@ def start_rented(
         say(f"rented: instance {number}, {planned['offer']['gpus']}, ${price:.3f} an hour")
         try:
             _keep(folder, None, {**record, "instance": number})
-            host = vast.wait(number, say)
+            host = vast.wait(number, folder / KNOWN, say)
             _keep(folder, host, {**record, "instance": number})
             say("code goes there, then its packages; a few minutes")
             cost = (f"cost.price_per_hour={price}", f"cost.budget={planned['training_dollars']}")
@@ -171,21 +171,36 @@ def start_rented(
         except BaseException:
             say(f"destroying instance {number}")
             vast.destroy(number)
+            _forget(folder)
             raise
     return folder
 
 
+def _folder(config: RunConfig, resumed: Path | None) -> Path:
+    """
+    Raises:
+        RunError: what was resumed is still held elsewhere.
+    """
+    if resumed is not None and (resumed / KEPT).exists():
+        remedy = f"python -m upsnb cloud pull {resumed.name}, then cloud destroy {resumed.name}"
+        raise RunError(f"{resumed.name}: is held elsewhere -> {remedy}")
+    return resumed or runfolder.new_folder(config.logging.name, config.logging.root)
+
+
 @contextlib.contextmanager
-def _nothing_left(folder: Path, resumed: Path | None):
-    """Leave no folder of a run that was never started."""
+def _nothing_left(folder: Path):
+    """Leave no folder of a run that was never started, unless it says what is still rented."""
     try:
         yield
     except BaseException:
-        if resumed is None:
-            (folder / KEPT).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         raise
+
+
+def _forget(folder: Path) -> None:
+    for name in (KEPT, KNOWN):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _begin(
@@ -288,7 +303,7 @@ def pull(name: str) -> tuple[Path, int]:
         if found.get("actual_status") != "running":
             vast.start_again(record["instance"])
             try:
-                again = vast.wait(record["instance"], print)
+                again = vast.wait(record["instance"], folder / KNOWN, print)
             except RunError as error:
                 raise RunError(f"{error}; its disk is kept until it is destroyed") from None
             record |= {"host": vars(again)}
@@ -318,7 +333,7 @@ def destroy(name: str, sure: bool = False) -> str:
     else:
         host(record).remove(folder.name)
         done = f"{record['host']['address']}: the run's folder there is deleted"
-    (folder / KEPT).unlink()
+    _forget(folder)
     return done
 
 

@@ -21,6 +21,10 @@ why="the switch was ended"
 trap stop EXIT
 trap 'exit 1' TERM INT HUP
 date > "$life"
+for run in */process; do # before this start: its number may be another process's now
+    [ -e "$run" ] && [ ! -e "${run%process}exit_code" ] && echo lost > "${run%process}exit_code"
+done
+if [ -s "$held" ]; then least=$(($(cat "$held") + again)) && ((limit >= least)) || limit=$least; fi # for a pull
 api && touch armed || rm -f armed # nothing is sent here before it says that it can stop the instance
 while sleep "$every"; do
     now=$(($(cat "$held" 2>/dev/null || echo 0) + every))

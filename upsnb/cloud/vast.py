@@ -35,6 +35,7 @@ MOST_OFFERS = 200  # the cheapest by the hour
 START_H = 0.25  # until packages are there and it trains
 BOOT_S, LOOK_S = 1800.0, 10.0
 IDLE_S, GRACE_S, EVERY_S = 1800, 180, 10
+AGAIN_S = 900  # for what lies on an instance that is started once more, though its budget is spent
 ANSWER_S = 180.0
 
 Say = Callable[[str], None]
@@ -193,7 +194,14 @@ def onstart(limit_s: float) -> str:
         RunError: it is longer than Vast takes.
     """
     place = PurePosixPath("/root") / PLACE
-    settings = {"place": place, "limit": int(limit_s), "grace": GRACE_S, "idle": IDLE_S, "every": EVERY_S}
+    settings = {
+        "place": place,
+        "limit": int(limit_s),
+        "grace": GRACE_S,
+        "idle": IDLE_S,
+        "every": EVERY_S,
+        "again": AGAIN_S,
+    }
     lines = (Path(__file__).parent / "switch.sh").read_text().splitlines()
     body = [line for line in lines if not line.startswith("#")]
     switch = "\n".join([f"{name}={shlex.quote(str(value))}" for name, value in settings.items()] + body)
@@ -222,8 +230,12 @@ def create(command: list[str], label: str) -> int:
         if answer and answer.get("success"):
             return int(answer["new_contract"])
         raise RunError(f"vastai create instance: {json.dumps(answer)[:200]} -> choose another offer")
-    except RunError:
-        rented = [instance for instance in instances() if instance.get("label") == label]
+    except RunError as error:
+        try:
+            rented = [instance for instance in instances() if instance.get("label") == label]
+        except RunError:
+            look = f"whether {label} was rented nobody says -> look at console.vast.ai; it stops itself"
+            raise RunError(f"{error}; {look}") from None
         if rented:
             return int(rented[0]["id"])
         raise
@@ -245,23 +257,24 @@ def instance(number: int) -> dict | None:
     return found if found and found.get("id") else None
 
 
-def wait(number: int, say: Say, boot_s: float | None = None) -> Host:
+def wait(number: int, known: Path, say: Say) -> Host:
     """The instance as a host, once it answers and its switch says that it can stop it.
 
+    Args:
+        known: file for its key.
     Raises:
         RunError: it did not come up in time, is gone, or cannot be stopped from inside.
     """
-    boot_s = BOOT_S if boot_s is None else boot_s
-    deadline, told = time.monotonic() + boot_s, ""
+    deadline, told = time.monotonic() + BOOT_S, ""
     while True:
         found = instance(number)
         if found is None:
             raise RunError(f"instance {number}: is gone")
         status = str(found.get("actual_status") or found.get("cur_state") or "created")
         problem = status
-        if status == "running" and (host := address(found)):
+        if status == "running" and (host := address(found, known)):
             try:
-                host.run(f"test -e {PLACE}/armed")
+                host.run(f"[ -e {PLACE}/armed ] || {{ echo its switch has not reached Vast yet >&2; exit 3; }}")
                 return host
             except RunError as error:
                 problem = f"running, {error}"
@@ -269,17 +282,17 @@ def wait(number: int, say: Say, boot_s: float | None = None) -> Host:
             say(f"instance {number}: {problem}")
             told = problem
         if time.monotonic() > deadline:
-            raise RunError(f"instance {number}: {problem}, {boot_s:g} s after it was rented -> choose another offer")
+            raise RunError(f"instance {number}: {problem}, {BOOT_S:g} s after it was asked for -> choose another offer")
         time.sleep(LOOK_S)
 
 
-def address(found: dict) -> Host | None:
+def address(found: dict, known: Path) -> Host | None:
     """Where an instance answers ssh: directly where it has a port of its own, else through Vast's proxy."""
     ports = (found.get("ports") or {}).get("22/tcp")
     if ports and found.get("public_ipaddr"):
-        return Host(f"root@{found['public_ipaddr'].strip()}", int(ports[0]["HostPort"]), PLACE, True)
+        return Host(f"root@{found['public_ipaddr'].strip()}", int(ports[0]["HostPort"]), PLACE, str(known))
     if found.get("ssh_host") and found.get("ssh_port"):
-        return Host(f"root@{found['ssh_host']}", int(found["ssh_port"]), PLACE, True)
+        return Host(f"root@{found['ssh_host']}", int(found["ssh_port"]), PLACE, str(known))
     return None
 
 

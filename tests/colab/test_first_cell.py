@@ -1,0 +1,125 @@
+"""The first cell of every notebook, as Colab runs it: with google.colab, pip and nvidia-smi of the test's own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from upsnb.overlays import project_root
+
+ROOT = project_root()
+SECRET = "https://a-secret-token@example.invalid/upsnb.git"
+FAKE = {
+    "google/colab/userdata.py": "import os\nget = lambda name: os.environ['SECRET_' + name]\n",
+    "pip/__init__.py": "",
+    "pip/__main__.py": (
+        "import os, pathlib, sys\n"
+        "held = pathlib.Path(sys.argv[sys.argv.index('-c') + 1]).read_text()\n"
+        "pathlib.Path(os.environ['ASKED']).write_text(' '.join(sys.argv[1:]) + '\\n' + held)\n"
+        "said = os.environ.get('PIP_SAYS', '')\n"
+        "sys.exit(said or 0)\n"
+    ),
+}
+
+
+def cells() -> dict[str, str]:
+    found = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        (source,) = (
+            c["source"] for c in json.loads(path.read_text())["cells"] if "colab" in c["metadata"].get("tags", ())
+        )
+        found[path.name] = "".join(source)
+    return found
+
+
+@pytest.fixture
+def colab(tmp_path):
+    """`colab(**environment)`: the cell in a process that looks like Colab's; its /content is a folder of the test."""
+    for name, text in FAKE.items():
+        (tmp_path / "fake" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fake" / name).write_text(text)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)'\n")
+    (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    (tmp_path / "elsewhere").mkdir()
+
+    def run(repository: str, **environment) -> subprocess.CompletedProcess:
+        source = next(iter(cells().values())).replace("/content", str(tmp_path / "content"))
+        source += "\nprint(os.getcwd(), 'torch' in sys.modules)"
+        own = {
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": str(tmp_path / "fake"),
+            "COLAB_RELEASE_TAG": "release-colab-external-images_20261101",
+            "SECRET_UPSNB_REPOSITORY": repository,
+            "ASKED": str(tmp_path / "asked"),
+            "PIP_DRY_RUN": "1",  # should it ever be the real one
+        }
+        (tmp_path / "content").mkdir(exist_ok=True)
+        return subprocess.run(
+            [sys.executable, "-c", source],
+            cwd=tmp_path / "elsewhere",
+            env=os.environ | own | environment,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.fixture
+def repository(tmp_path) -> str:
+    """What a clone has, of this code as it is."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name in ("upsnb", "notebooks", "params"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    author = ("-c", "user.name=test", "-c", "user.email=test@example.invalid")
+    for command in (("init", "-q"), ("add", "-A"), (*author, "commit", "-qm", "all")):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return str(folder)
+
+
+def test_it_is_the_same_everywhere_and_does_nothing_elsewhere(tmp_path):
+    (source,) = set(cells().values())
+    environment = {name: value for name, value in os.environ.items() if name != "COLAB_RELEASE_TAG"}
+    code = f"{source}\nprint(os.getcwd(), sorted(set(sys.modules) & {{'google', 'upsnb', 'torch'}}))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == f"{tmp_path} []\n" and not done.stderr
+
+
+def test_it_fetches_the_project_holds_what_is_there_and_says_what_gpu_it_found(colab, repository, tmp_path):
+    done = colab(repository)
+    assert done.returncode == 0, done.stderr
+    assert "NVIDIA A100-SXM4-40GB" in done.stdout and "UUID" not in done.stdout
+    assert f"{tmp_path}/content/upsnb False" in done.stdout, "in the project, and without loading torch"
+    command, *held = (tmp_path / "asked").read_text().splitlines()
+    assert command.startswith(f"install -q -e {tmp_path}/content/upsnb -c ")
+    assert {line.partition("==")[0] for line in held} >= {"torch", "numpy", "pandas"} and all(
+        "==" in line for line in held
+    )
+    mine = Path(tmp_path / "content/upsnb/mine.txt")
+    mine.write_text("kept")
+    assert colab("nowhere").returncode == 0 and mine.exists(), "a kernel that starts again fetches nothing"
+
+
+def test_without_a_gpu_it_says_where_colab_has_them(colab, repository, tmp_path):
+    (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    assert "Change runtime type" in colab(repository).stdout
+
+
+def test_a_wrong_address_is_said_without_showing_it(colab):
+    done = colab(SECRET)
+    assert done.returncode and "what does UPSNB_REPOSITORY say?" in done.stderr
+    assert "a-secret-token" not in done.stdout + done.stderr
+
+
+def test_what_pip_refuses_is_said(colab, repository):
+    done = colab(repository, PIP_SAYS="ERROR: Cannot install torch>=2.11 and torch==2.2")
+    assert done.returncode and "RunError: pip: ERROR: Cannot install torch>=2.11" in done.stderr
