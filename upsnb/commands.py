@@ -349,7 +349,7 @@ def cloud_launch(
 
     resumed, image = handle.find(resume) if resume else None, image or vast.IMAGE
     planned = launches.plan(asked[2], budget, offer, max_price)
-    print(launches.needed(planned["needs"]), launches.offered([planned["offer"]]).to_string(index=False), sep="\n")
+    print(launches.needed(planned["needs"]), launches.offered([planned["offer"]]).to_string(), sep="\n")
     hours, price = planned["limit_s"] / 3600, planned["offer"]["price_per_hour"]
     print(
         f"${price:.3f} an hour: ${budget:g} are {hours:.2f} h; before that the run saves and ends, then it is stopped"

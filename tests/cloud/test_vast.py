@@ -1,7 +1,9 @@
 """Renting at Vast.ai with its real command, against a server that speaks its API: what is asked, and that it ends."""
 
 import os
+import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,19 @@ def test_a_wrong_key_is_said_with_its_remedy_and_is_in_no_message(cloud, config,
     with pytest.raises(RunError, match="401.*set api-key") as raised:
         vast.offers(config, vast.needs(config))
     assert "wrong-secret" not in str(raised.value)
+
+
+def test_a_survey_says_why_there_are_no_offers_and_the_line_to_type_makes_the_same_settings(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(vast, "COMMAND", "nowhere/vastai")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    report = launches.survey(config, 5.0, None, tmp_path)
+    assert "is not installed" in report["trouble"] and launches.offered(report["offers"]).empty
+    assert "no offers: vastai: is not installed" in launches.summary(report)
+    words = shlex.split(launches.line("smoke", config, 5.0))
+    params = [value for flag, value in pairwise(words) if flag == "-p"]
+    assert read_parameters(project_root() / "notebooks/01_train.ipynb", [], params)[1] == config
 
 
 # -- the switch --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import tempfile
 import time
@@ -27,6 +28,19 @@ from upsnb.runs.files import Shape, read_json, write_json
 
 FORMAT, KIND = 1, "cloud"
 SHOWN = 10  # offers
+COLUMNS = {  # of an offer, as they are shown
+    "id": "offer",
+    "gpus": "GPUs",
+    "gib": "GiB each",
+    "price_per_hour": "$/h",
+    "dollars": "$ for the run",
+    "hours_for_budget": "h for the budget",
+    "tflops_per_dollar": "TFLOPS h/$",
+    "nvlink_gb_s": "NVLink GB/s",
+    "pcie_gb_s": "PCIe GB/s",
+    "reliability": "reliability",
+    "where": "where",
+}
 SHORTEST_H = 0.1  # of training, below which nothing is rented
 
 
@@ -114,7 +128,8 @@ def needed(wanted: dict) -> str:
 
 def offered(rows: list[dict], count: int = SHOWN) -> pd.DataFrame:
     """The first offers as a table; columns that nothing is known of are left out."""
-    return pd.DataFrame(rows[:count]).dropna(axis=1, how="all")
+    table = pd.DataFrame(rows[:count], columns=list(COLUMNS)).rename(columns=COLUMNS)
+    return table.set_index("offer").dropna(axis=1, how="all")
 
 
 def summary(report: dict) -> str:
@@ -122,13 +137,24 @@ def summary(report: dict) -> str:
     if report["trouble"]:
         return f"{needed(report['needs'])}\nno offers: {report['trouble']}"
     how = "price of the whole run" if report["time_limit_s"] else "operations a dollar buys: the run ends by its epochs"
-    table = offered(report["offers"]).to_string(index=False) if report["offers"] else "nothing to be had"
+    table = offered(report["offers"]).to_string() if report["offers"] else "nothing to be had"
     return f"{needed(report['needs'])}\n{len(report['offers'])} offers, by {how}\n{table}"
 
 
 def command(planned: dict, label: str, script: Path, image: str = vast.IMAGE) -> str:
     """The exact command that rents, to read."""
     return shlex.join(["vastai", *vast.create_command(planned["offer"]["id"], planned["needs"], label, script, image)])
+
+
+def line(preset: str, config: RunConfig, budget: float) -> str:
+    """What to type to see what renting for these settings would do."""
+    own = overlays.difference(overlays.load(overlays.preset_path(preset)), config)
+    given = [word for name, value in {"preset": preset, **own}.items() for word in ("-p", f"{name}={_as_yaml(value)}")]
+    return shlex.join(["python", "-m", "upsnb", "cloud", "launch", "01_train", *given, "--budget", f"{budget:g}"])
+
+
+def _as_yaml(value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def start_rented(
