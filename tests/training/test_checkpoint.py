@@ -322,6 +322,19 @@ def test_a_long_save_beats_while_it_writes_and_not_while_it_hangs(folder, make_s
     assert len(beats) > 5 if writes else len(beats) <= 3
 
 
+def test_a_folder_that_goes_while_it_is_looked_at_ends_no_watch(tmp_path, monkeypatch):
+    """A failed save may delete it between two system calls; without beats the run would be taken for one that hangs."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/shard").write_bytes(b"12345")
+    assert checkpoint._bytes_below(tmp_path) == 5
+
+    def gone(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert checkpoint._bytes_below(tmp_path) == 0
+
+
 # -- models ------------------------------------------------------------------------------------------------------------
 
 

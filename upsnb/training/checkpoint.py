@@ -255,9 +255,10 @@ class Saver:
 def _bytes_below(folder: Path) -> int:
     """Size of all files that are there right now; others may come and go meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
+    for place, _, files in os.walk(folder):  # passes over a folder that is gone by then
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 
