@@ -26,14 +26,15 @@ from upsnb.values import (
     CostConfig,
     CustomConfig,
     DatasetName,
-    FolderName,
+    EvaluationConfig,
     Fraction,
+    LoggingConfig,
+    MirrorConfig,
     NonNegativeFloat,
     NonNegativeInt,
     OpenFraction,
     PathText,
     PositiveFloat,
-    PositiveFraction,
     PositiveInt,
     Quantity,
     QuerySamplingConfig,
@@ -271,11 +272,19 @@ class FinetuneStageConfig(StageConfig):
     unroll: Annotated[int, Field(ge=2, le=64)] = 4  # calls in a row at its end; it begins with two
 
 
+class CrpsStageConfig(StageConfig):
+    """The operator trained on to draw: its forecasts are to differ from each other as much as from the truth."""
+
+    members: Annotated[int, Field(ge=2, le=16)] = 2  # forecasts of each pair in a step
+    unroll: Annotated[int, Field(ge=1, le=64)] = 1  # calls in a row
+
+
 class StagesConfig(Section):
     """Training stages in their order."""
 
     operator: OperatorStageConfig = OperatorStageConfig()
     finetune: FinetuneStageConfig = FinetuneStageConfig()
+    crps: CrpsStageConfig = CrpsStageConfig()
     diff_residual: StageConfig = StageConfig()
     consistency_distill: StageConfig = StageConfig()
 
@@ -283,13 +292,6 @@ class StagesConfig(Section):
     def planned(self) -> list[str]:
         """Names of the stages that are trained, in their order."""
         return [name for name in type(self).model_fields if getattr(self, name).epochs > 0]
-
-
-class MirrorConfig(Section):
-    """A second place for checkpoints, such as a mounted drive, for machines that may be taken away."""
-
-    folder: str = ""  # where it is, relative to the project; runs have folders of their names there; empty: nowhere
-    budget_gb: PositiveFloat = 7.5  # disk space there for the checkpoints of one run [GB]
 
 
 class CheckpointConfig(Section):
@@ -300,19 +302,6 @@ class CheckpointConfig(Section):
     resume: bool = False  # continue the run folder's latest checkpoint
     async_save: bool = False  # write to disk while training goes on
     mirror: MirrorConfig = MirrorConfig()
-
-
-class EvaluationConfig(Section):
-    """What is measured during and after training."""
-
-    split: Literal["validation", "test"] = "test"  # the split of the final report
-    every_epochs: PositiveInt = 1  # validation after so many epochs
-    fraction: PositiveFraction = 1.0  # share of the validation split that is measured during training
-    checkpoint: Literal["last", "best"] = "last"  # the weights reported on; best: on the validation split
-    samples_per_call: PositiveInt = 32  # samples evaluated at a time; changes no metric
-    rollout: bool = True  # roll trajectories out to their end
-    symmetry_average: bool = False  # average the forecast over the square's eight symmetries
-    num_examples: PositiveInt = 3  # predictions kept for the figures
 
 
 class GuardsConfig(Section):
@@ -335,13 +324,6 @@ class GuardsConfig(Section):
     validation_reference: PathText | None = None  # run that phase 3 must not fall behind; relative to the project
     validation_tolerance: PositiveFloat = 0.05  # relative excess of validation nRMSE over the reference's
     compile_failure: Literal["stop", "off"] = "stop"  # what a failing compilation does
-
-
-class LoggingConfig(Section):
-    """What a run writes down."""
-
-    name: FolderName = "train"  # prefix of the run folder
-    root: PathText = "outputs"  # where run folders go; relative to the project
 
 
 class RunConfig(Section):
@@ -371,6 +353,10 @@ class RunConfig(Section):
     def calls(self, stage: str = OPERATOR) -> int:
         """How many calls in a row, each fed by the one before, a stage trains through at most."""
         return max(getattr(getattr(self.stages, stage), "unroll", 1), 2 if self.training.lambda_rollout > 0 else 1)
+
+    def passes(self, stage: str = OPERATOR) -> int:
+        """How many forward passes of each pair a step of a stage holds at once."""
+        return self.calls(stage) * getattr(getattr(self.stages, stage), "members", 1)
 
     def limit_s(self, stage: str = OPERATOR) -> float | None:
         """Wall time after which the clock ends a stage [s]."""

@@ -24,6 +24,7 @@ LOADER = (  # what the order, the size or the way of batches depends on
     "training.pin_memory",
     "training.lambda_rollout",
     "stages.finetune.unroll",
+    "stages.crps.unroll",
     "data.mixing",
     "data.residency",
     "data.max_resident_gib",

@@ -91,3 +91,31 @@ class QuerySamplingConfig(Section):
 
     num_queries: PositiveInt | None = None  # points per sample; empty: the whole grid
     jitter: OpenFraction = 0.0  # off-grid shift of query points, in cells
+
+
+class MirrorConfig(Section):
+    """A second place for checkpoints, such as a mounted drive, for machines that may be taken away."""
+
+    folder: str = ""  # where it is, relative to the project; runs have folders of their names there; empty: nowhere
+    budget_gb: PositiveFloat = 7.5  # disk space there for the checkpoints of one run [GB]
+
+
+class EvaluationConfig(Section):
+    """What is measured during and after training."""
+
+    split: Literal["validation", "test"] = "test"  # the split of the final report
+    every_epochs: PositiveInt = 1  # validation after so many epochs
+    fraction: PositiveFraction = 1.0  # share of the validation split that is measured during training
+    checkpoint: Literal["last", "best"] = "last"  # the weights reported on; best: on the validation split
+    samples_per_call: PositiveInt = 32  # samples evaluated at a time; changes no metric
+    rollout: bool = True  # roll trajectories out to their end
+    symmetry_average: bool = False  # average the forecast over the square's eight symmetries
+    num_examples: PositiveInt = 3  # predictions kept for the figures
+    members: Annotated[int, Field(ge=2, le=100)] = 19  # forecasts of an ensemble, where the model draws them
+
+
+class LoggingConfig(Section):
+    """What a run writes down."""
+
+    name: FolderName = "train"  # prefix of the run folder
+    root: PathText = "outputs"  # where run folders go; relative to the project

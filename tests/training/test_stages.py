@@ -59,7 +59,7 @@ def test_stages_follow_each_other_on_one_curve(two_stages, train_here, tmp_path)
 
 def test_the_model_of_the_last_stage_holds_the_one_before_as_it_was_left(two_stages, train_here, tmp_path):
     train_here(two_stages(), tmp_path)
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, stage=NAME)
     assert isinstance(model, Corrected) and model.factor != 1
     alone = load_model_of_first_stage(tmp_path)
     assert alone.keys() == model.before.state_dict().keys()

@@ -55,14 +55,14 @@ class Footprint:
 class Rehearsal:
     """A rank's model, losses and optimizers as a run builds them, and steps on fields of zeros.
 
-    Under fake tensors or on real ones alike, in the stage with most calls in a row. One small step comes first, because
+    Under fake tensors or on real ones alike, in the stage with most forward passes. One small step comes first, because
     it creates the optimizers' state.
     """
 
     def __init__(self, config: RunConfig, root: Path, device: torch.device):
         self.config, self.device = config, device
         self.outlines = outlines(config, root)
-        training, stage = config.training, max(config.stages.planned, key=config.calls)
+        training, stage = config.training, max(config.stages.planned, key=config.passes)
         self.calls = config.calls(stage)
         with device:  # fake tensors cannot be moved in place
             objective = stages.build(config, self.outlines, stage)

@@ -18,7 +18,13 @@ FAR = 10.0  # standard deviations from the training mean that no field of the sa
 
 
 def predict(
-    model: Surrogate, fields, dataset: str | None = None, parameters=None, num_frames: int | None = None
+    model: Surrogate,
+    fields,
+    dataset: str | None = None,
+    parameters=None,
+    num_frames: int | None = None,
+    members: int | None = None,
+    seed: int = 0,
 ) -> np.ndarray | Tensor:
     """What follows the given frames, or belongs to the given field, in physical units.
 
@@ -30,8 +36,11 @@ def predict(
         parameters: of the equation: one number, (P,) for all samples or (B, P); may be left out where there was only
             one value to train on.
         num_frames: to predict, each call fed with the forecast before it; None: as many as one call gives.
+        members: forecasts of each sample that are drawn, by a model of the stage `crps`; None: one, its middle.
+        seed: of what is drawn; the same seed gives the same members.
     Returns:
-        (B, num_frames, C_out, *grid) float32, without B for one sample; a tensor, on its device, if one was given.
+        (B, num_frames, C_out, *grid) float32, without B for one sample, and (members, ...) of those; a tensor, on its
+        device, if one was given.
     Raises:
         DataError: what cannot be predicted from, with what was found and what to do.
     Warns:
@@ -51,14 +60,20 @@ def predict(
     elif not isinstance(num_frames, int | np.integer) or num_frames < 1 or (num_frames > 1 and not spec.time_dependent):
         most = "" if spec.time_dependent else f", {name} does not change in time"
         raise DataError(f"num_frames: got {num_frames!r}{most} -> give {'1 or more' if spec.time_dependent else '1'}")
+    if members is not None and (not isinstance(members, int | np.integer) or members < 1 or not model.draws):
+        found = f"got {members!r}" if model.draws else f"{model.called} draws nothing"
+        remedy = "give 1 or more" if model.draws else "train stages.crps, or leave members out"
+        raise DataError(f"members: {found} -> {remedy}")
     for said in (*_far_fields(spec, x), *_far_parameters(spec, values)):
         warnings.warn(f"{said} -> take the answer for a guess", stacklevel=3)  # where Run.predict was called
     device, parts = next(model.parameters()).device, []
     with torch.no_grad():
-        for part, of_part in zip(x.split(AT_ONCE), values.split(AT_ONCE), strict=True):
-            forecast = model.rollout(name, part.to(device), of_part.to(device), spec.dt, int(num_frames))
-            parts.append(forecast.to(given.device))
-    answer = torch.cat(parts)[0] if single else torch.cat(parts)
+        for part, of_part, numbers in zip(x.split(AT_ONCE), values.split(AT_ONCE), torch.arange(len(x)).split(AT_ONCE)):
+            asked = name, part.to(device), of_part.to(device), spec.dt, int(num_frames)
+            drawn = model.rollout(*asked) if members is None else model.ensemble(*asked, members, numbers, seed)
+            parts.append(drawn.to(given.device))
+    answer = torch.cat(parts, dim=0 if members is None else 1)
+    answer = answer.select(0 if members is None else 1, 0) if single else answer
     return answer if isinstance(fields, Tensor) else answer.numpy()
 
 

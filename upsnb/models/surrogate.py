@@ -25,6 +25,7 @@ class Surrogate(nn.Module, ABC):
     """
 
     any_points = False  # whether `predict` can be asked for other points than those of the grid
+    draws = 0  # how many random numbers a call is given after its parameters: 0 until it was trained to take any
 
     def __init__(self, specs: dict[str, DatasetSpec]):
         super().__init__()
@@ -103,6 +104,14 @@ class Surrogate(nn.Module, ABC):
         """Modules that are compiled one by one where they are sharded, each called as a whole. May be written."""
         return self.blocks()
 
+    def take_noise(self, count: int) -> bool:
+        """Make room for so many random numbers after the parameters, without effect until trained. May be written.
+
+        Returns:
+            whether there is; by default there is not.
+        """
+        return False
+
     # -- physical units -----------------------------------------------------------------------------------------------
 
     def normalise(self, name: str, fields: Tensor, side: str = "input") -> Tensor:
@@ -115,9 +124,16 @@ class Surrogate(nn.Module, ABC):
         mean, std = (self.constant(name, f"{side}_{key}", fields.dim() - 3) for key in ("mean", "std"))
         return fields * std + mean
 
-    def normalise_parameters(self, name: str, parameters: Tensor) -> Tensor:
-        """Physical (B, P) -> zero mean and unit variance over the training split."""
-        return (parameters - self.constant(name, "parameter_mean")) / self.constant(name, "parameter_std")
+    def normalise_parameters(self, name: str, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Physical (B, P) -> zero mean and unit variance over the training split; then `draws` random numbers.
+
+        Args:
+            noise: (B, draws) standard normal; None: zeros, the middle of what the model might draw.
+        """
+        values = (parameters - self.constant(name, "parameter_mean")) / self.constant(name, "parameter_std")
+        if not self.draws:
+            return values
+        return torch.cat((values, values.new_zeros(len(values), self.draws) if noise is None else noise), dim=-1)
 
     def relative_dt(self, name: str, fields: Tensor, dt: float) -> Tensor:
         """Time between frames over that of the training data, (B,); 1 where nothing changes in time."""
@@ -140,24 +156,65 @@ class Surrogate(nn.Module, ABC):
         y = self.predict(name, x, condition, self.relative_dt(name, fields, dt), points)
         return self.denormalise(name, y.float())
 
-    def rollout(self, name: str, given: Tensor, parameters: Tensor, dt: float, num_frames: int) -> Tensor:
+    def rollout(
+        self, name: str, given: Tensor, parameters: Tensor, dt: float, num_frames: int, noise: Tensor | None = None
+    ) -> Tensor:
         """Feed forecasts back until `num_frames` are predicted.
 
         Args:
             given: (B, T >= input_frames, C, *grid) physical; the last input_frames are used.
+            noise: (calls, B, draws) for each call, from `noise`; None: zeros.
         Returns:
             (B, num_frames, C_out, *grid) physical.
         """
         spec = self.specs[name]
-        x, condition = self.normalise(name, given[:, -spec.input_frames :]), self.normalise_parameters(name, parameters)
-        relative_dt, frames, state = self.relative_dt(name, given, dt), [], None
+        x, relative_dt = self.normalise(name, given[:, -spec.input_frames :]), self.relative_dt(name, given, dt)
+        frames, state = [], None
         while sum(f.shape[1] for f in frames) < num_frames:
+            condition = self.normalise_parameters(name, parameters, None if noise is None else noise[len(frames)])
             y, state = self.predict_next(name, x, condition, relative_dt, state)
             frames.append(y.float())
             if not spec.time_dependent:
                 break
             x = self.next_inputs(name, x, frames[-1])
         return self.denormalise(name, torch.cat(frames, dim=1)[:, :num_frames])
+
+    def noise(self, samples: Iterable[int], member: int, calls: int, seed: int = 0) -> Tensor:
+        """What a member of an ensemble is made of: (calls, B, draws), the same for a sample whatever stands beside it.
+
+        Args:
+            samples: a number of each sample.
+        """
+        rows = []
+        for sample in samples:
+            generator = torch.Generator().manual_seed(seed + 1_000_003 * (int(sample) + 1) + 7_919 * (member + 1))
+            rows.append(torch.randn(calls, self.draws, generator=generator))
+        return torch.stack(rows, dim=1)
+
+    def ensemble(
+        self,
+        name: str,
+        given: Tensor,
+        parameters: Tensor,
+        dt: float,
+        num_frames: int,
+        members: int,
+        samples: Iterable[int] | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """Several rollouts, each with random numbers of its own; the same one each time where the model draws none.
+
+        Args:
+            samples: numbers by which random numbers are found again; None: 0, 1, ...
+        Returns:
+            (members, B, num_frames, C_out, *grid) physical.
+        """
+        samples = list(range(len(given)) if samples is None else samples)
+        calls, rolled = -(-num_frames // self.specs[name].output_frames), []
+        for member in range(members):
+            noise = self.noise(samples, member, calls, seed).to(given.device)
+            rolled.append(self.rollout(name, given, parameters, dt, num_frames, noise))
+        return torch.stack(rolled)
 
     def next_inputs(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """The latest input_frames of x (B, T, C, *grid) and, after it, y (B, t, C_out, *grid); given fields stay."""

@@ -39,9 +39,12 @@ class Condition(nn.Module):
         super().__init__()
         self.values = nn.Linear(num_parameters + 1, CONDITION_DIM)  # its bias is the task's own vector
         self.mix = nn.Sequential(nn.SiLU(), nn.Linear(CONDITION_DIM, CONDITION_DIM), nn.SiLU())
+        self.noise: nn.Linear | None = None  # of what a model that draws is given after the parameters
 
     def forward(self, parameters_BP: Tensor, relative_dt_B: Tensor) -> Tensor:
-        return self.mix(self.values(torch.cat((parameters_BP, relative_dt_B[:, None]), dim=-1)))
+        count = self.values.in_features - 1
+        known = self.values(torch.cat((parameters_BP[:, :count], relative_dt_B[:, None]), dim=-1))
+        return self.mix(known if self.noise is None else known + self.noise(parameters_BP[:, count:]))
 
 
 class UPS(Surrogate):
@@ -85,6 +88,13 @@ class UPS(Surrogate):
         """The blocks, and encoders and decoders of every dataset; a condition is too small to gain."""
         codecs = (self.encoders, self.decoders, self.inverse_decoders)
         return [*self.operator.blocks, *(part for parts in codecs for part in parts.values())]
+
+    def take_noise(self, count: int) -> bool:
+        self.draws = count
+        for condition in self.conditions.values():
+            condition.noise = nn.Linear(count, CONDITION_DIM, bias=False)
+            nn.init.zeros_(condition.noise.weight)
+        return True
 
     # -- pieces, all in normalised units ----------------------------------------------------------------------------
 

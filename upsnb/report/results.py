@@ -21,6 +21,7 @@ from upsnb.runs.handle import Run
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
 FORMAT = 1
+GATE = ("against", "verdict", "ratio", "ci95", "samples")  # of a gate's event
 FEWEST_STEPS = 200  # what is `unmet` after fewer means nothing; the first look at params/quick.yaml takes 1,200
 SPLIT_KEYS = {"validation": "val", "test": "test"}
 COLUMNS = (
@@ -104,11 +105,13 @@ def _stages(events: list[dict]) -> list[dict]:
         of_stage = [event for event in events if event["stage"] == stage]
         last = [event for event in of_stage if event["kind"] == "step"][-1]
         validated = [event["val_nrmse"] for event in of_stage if event["kind"] == "eval"]
+        gates = [event for event in of_stage if event["kind"] == "gate"]
         known = {"stage": stage, "steps": last["step"] - before["step"]}
         known |= {
             "train_time_s": round(last["time_s"] - before["time_s"], 3),
             "samples_per_s": steady_throughput(of_stage),
         }
+        known["gate"] = {key: gates[-1][key] for key in GATE} if gates else None
         found.append(known | {"val_nrmse": validated[-1] if validated else {}})
         before = last
     return found
@@ -330,7 +333,15 @@ def _of_stage(known: dict) -> str:
     return (
         f"stage {known['stage']}: {known['steps']} steps in {number(known['train_time_s'])} s, "
         f"{number(known['samples_per_s']['median'])} samples/s; its last validation nRMSE: {errors}"
+        + (f"; {_of_gate(known['gate'])}" if known.get("gate") else "")
     )
+
+
+def _of_gate(gate: dict) -> str:
+    if gate["ratio"] is None:
+        return f"against {gate['against']}: {gate['verdict']}"
+    low, high = map(number, gate["ci95"])
+    return f"against {gate['against']}: {gate['verdict']}, {number(gate['ratio'])} of its error ({low} to {high})"
 
 
 def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:

@@ -79,6 +79,13 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
         "best": bool,
         "split": _or(str, "validation"),
     },
+    "gate": {
+        "against": str,  # the stage that this one was measured against
+        "verdict": str,
+        "ratio": _or(Number | None, None),  # of CRPS per validation sample, or of mean absolute errors
+        "ci95": _or(_pair(Number | None), [None, None]),
+        "samples": _or(Count, 0),
+    },
     "checkpoint": {"revision": _or(Count | None, None)},
     "telemetry": dict.fromkeys(  # an entry per local rank
         ("utilisation_percent", "power_w", "clock_mhz"), _or(list[Number | None], [])

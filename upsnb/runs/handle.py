@@ -280,32 +280,45 @@ class Run:
                 raise RunTimeout(f"{self.folder}: {said}\n{self.log_tail(10)}")
             time.sleep(POLL_S)
 
-    def load_model(self, which: str = "latest", device: str = "cpu"):
+    def load_model(self, which: str = "latest", device: str = "cpu", stage: str | None = None):
         """The trained model, in evaluation mode, with averaged weights where the run kept them.
 
         Args:
             which: checkpoint, by its role: latest, previous, best or epoch.
+            stage: one that has ended; None: of a run of several the last one whose gate said pass.
         Raises:
-            RunError: there is no such checkpoint, or none that is whole; or this machine has no such device.
+            RunError: there is no such checkpoint or stage, or none that is whole; or this machine has no such device.
         """
         from upsnb.training import setup  # loads torch, which readers of a run do not need
 
-        return setup.load_model(self.folder, which, device)
+        return setup.load_model(self.folder, which, device, stage)
 
-    def predict(self, fields, dataset=None, parameters=None, num_frames=None, which="latest", device="cpu"):
+    def predict(
+        self,
+        fields,
+        dataset=None,
+        parameters=None,
+        num_frames=None,
+        which="latest",
+        device="cpu",
+        stage=None,
+        members=None,
+        seed=0,
+    ):
         """What the trained model says of fields in physical units; `models.inference.predict` describes everything.
 
         The model is loaded at the first call, and again when another checkpoint has come to be the one asked for.
 
         Args:
-            which, device: as of `load_model`.
+            which, device, stage: as of `load_model`.
         """
         from upsnb.models import inference  # loads torch, which readers of a run do not need
 
-        now = which, checkpoint_index.read_index(self.folder).get(which), str(device)
+        answers = stage or self.manifest.get("answers")
+        now = which, checkpoint_index.read_index(self.folder).get(which), str(device), answers
         if self._loaded is None or self._loaded[0] != now:
-            self._loaded = now, self.load_model(which, device)
-        return inference.predict(self._loaded[1], fields, dataset, parameters, num_frames)
+            self._loaded = now, self.load_model(which, device, stage)
+        return inference.predict(self._loaded[1], fields, dataset, parameters, num_frames, members, seed)
 
     def log_tail(self, num_lines: int = 30) -> str:
         """Last lines of the workers' output."""

@@ -23,7 +23,7 @@ from upsnb.data.source import thinned
 from upsnb.models.surrogate import Surrogate
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
-from upsnb.training import metrics, parallel, precision, stages
+from upsnb.training import ensembles, metrics, parallel, precision, stages
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
@@ -139,6 +139,52 @@ def _forecasts(model, dataset, chosen, twins, config, device) -> Iterator[tuple]
         yield "rollout", forecast.cpu(), truth.cpu(), index
         held = metrics.persistence(targets[:, : dataset.given_frames], truth.shape[1])
         yield "rollout_baseline", held.cpu(), truth.cpu(), index
+
+
+@torch.no_grad()
+def evaluate_ensembles(
+    model: Surrogate,
+    datasets: dict[str, Dataset],
+    split: str,
+    config: EvaluationConfig,
+    ranks: Ranks,
+    alive: Callable[[], None] = lambda: None,
+) -> dict[str, dict]:
+    """What rollouts are worth that a model draws, `config.members` of each sample; all ranks enter.
+
+    A model that draws nothing is an ensemble of one, whose CRPS is its mean absolute error. No more than
+    `config.samples_per_call` forecasts are computed at a time.
+
+    Returns:
+        {dataset: as of `ensembles.reduce`, and "samples"; where there is a time, "times" and the "correlation_time" of
+        the members' mean}
+    """
+    was_training, members, results = model.training, config.members if model.draws else 1, {}
+    model.eval()
+    for name, dataset in datasets.items():
+        samples, moves, parts = dataset.splits[split], dataset.spec.time_dependent, []
+        share, at_once = samples[ranks.rank :: ranks.world_size], max(1, config.samples_per_call // members)
+        for start in range(0, len(share), at_once):
+            alive()
+            chosen = share[start : start + at_once]
+            inputs, targets, parameters = read_samples(dataset, chosen, ranks.device)
+            first = dataset.given_frames if moves else 0
+            given, truth = inputs[:, :first] if moves else inputs, targets[:, first:]
+            asked = name, given, parameters, dataset.dt, truth.shape[1], members, chosen
+            scale = torch.tensor(dataset.spec.output_std)
+            parts.append(ensembles.sample_statistics(model.ensemble(*asked).cpu(), truth.cpu(), scale))
+        gathered = [part for rank in parallel.all_gather_objects(ranks, parts) for part in rank]
+        if not gathered:
+            continue
+        results[name] = found = ensembles.reduce(gathered)
+        shares = [samples[rank :: ranks.world_size] for rank in range(ranks.world_size)]
+        found["samples"] = np.concatenate(shares).tolist()
+        if moves:
+            times, until = dataset.source.times[dataset.frames[dataset.given_frames :]], _given_until(dataset)
+            lasts, lost = metrics.correlation_time(times, found["per_time"]["correlation"], until)
+            found |= {"times": times.tolist(), "correlation_time": lasts, "correlation_lost": lost}
+    model.train(was_training)
+    return results
 
 
 def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor, Tensor, Tensor]:

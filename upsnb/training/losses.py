@@ -20,6 +20,7 @@ from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, acts
 from upsnb.spans import INVERSE, span
+from upsnb.training import ensembles
 
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
 WITHOUT_DECODER = WITHOUT_OPERATOR | {"forward", "latent_norm"}  # need no field out of the advanced latent
@@ -407,3 +408,48 @@ class UPSObjective(FieldObjective):
             count = similarity.shape[-1]
             terms["latent_diversity"] = (similarity.square().sum((1, 2)) - count).mean() / (count * (count - 1))
         return terms
+
+
+class CrpsObjective(UPSObjective):
+    """The fair CRPS of a few forecasts of each pair that differ by what they draw, and of nothing else.
+
+    After Lang et al., AIFS-CRPS (arXiv 2412.15832): one call, trained by a score that is lowest where forecasts are
+    drawn from what may happen. Inputs are given as they are: noise on them would be spread that the model did not draw.
+    """
+
+    GRAPHS = ("score",)
+
+    @property
+    def calls(self) -> int:
+        return self.stage.unroll
+
+    def weights(self, step: int, microbatch: int) -> dict[str, float]:
+        return {"crps": 1.0}
+
+    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
+        spec, pairs = self.model.specs[batch.dataset], len(batch.inputs)
+        calls = self.calls if spec.time_dependent else 1
+        shape = (calls, self.stage.members * pairs, self.model.draws)
+        noise = torch.randn(shape, generator=self.generator, device=batch.inputs.device)
+        return {"crps": self.score(batch.dataset, (batch.inputs, batch.targets, batch.parameters), noise)}
+
+    def score(self, name: str, fields: tuple[Tensor, Tensor, Tensor], noise: Tensor) -> Tensor:
+        """Mean over calls in a row, each member fed by itself.
+
+        Args:
+            fields: physical inputs, targets and parameters of a microbatch of B pairs.
+            noise: (calls, members * B, draws).
+        """
+        model, (inputs, targets, parameters) = self.model, fields
+        spec, members = model.specs[name], noise.shape[1] // len(inputs)
+        x = model.normalise(name, inputs).repeat(members, *(1,) * (inputs.dim() - 1))
+        parameters, relative_dt = parameters.repeat(members, 1), model.relative_dt(name, x, spec.dt)
+        scores, state = [], None
+        for drawn, target in zip(noise, targets.split(spec.output_frames, dim=1)):
+            condition = model.normalise_parameters(name, parameters, drawn)
+            y, state = model.predict_next(name, x, condition, relative_dt, state)
+            y = y.float()
+            truth = model.normalise(name, target, "output")
+            scores.append(ensembles.fair_crps(y.unflatten(0, (members, -1)), truth).mean())
+            x = model.next_inputs(name, x, y)
+        return torch.stack(scores).mean()

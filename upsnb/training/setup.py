@@ -24,7 +24,7 @@ from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
-from upsnb.training import checkpoint, compiling, optimizers, packed, parallel, precision, preflight, stages
+from upsnb.training import checkpoint, compiling, gates, optimizers, packed, parallel, precision, preflight, stages
 from upsnb.training.losses import Objective, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
@@ -446,15 +446,19 @@ def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ra
     return parallel.wrap_ddp(objective, ranks, training.bf16_gradients)
 
 
-def load_model(folder: Path | str, which: str = "latest", device: torch.device | str = "cpu") -> Surrogate:
+def load_model(
+    folder: Path | str, which: str = "latest", device: torch.device | str = "cpu", stage: str | None = None
+) -> Surrogate:
     """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
 
     Or of a folder that `report.pack` wrote, which holds one model.
 
     Args:
         which: checkpoint, by its role: latest, previous, best or epoch.
+        stage: one that has ended, with the weights it ended with; None: of a run of several the one that answers for
+            it (`gates.answering`), where `which` is not said either.
     Raises:
-        RunError: the folder has no such checkpoint, or none that is whole; or this machine has no such device.
+        RunError: the folder has no such checkpoint or stage, or none that is whole; or this machine has no such device.
     """
     try:
         torch.empty(0, device=device)
@@ -473,8 +477,14 @@ def load_model(folder: Path | str, which: str = "latest", device: torch.device |
         raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
     with checkpoint.as_saved(f"{folder}/{state['name']}"):
         config = configs.parse(state["config"], f"the checkpoint in {folder}")
-        stage = state["position"].get("stage", stages.OPERATOR)
-        model = stages.saved_model(config, state["specs"], stage).to(device)
+        trained = state["position"].get("stage", stages.OPERATOR)
+        wanted = stage or (which == "latest" and gates.answering(Path(folder))) or trained
+        if stage or wanted != trained:
+            weights = gates.kept(Path(folder), wanted)
+            model = stages.saved_model(config, state["specs"], wanted).to(device)
+            model.load_state_dict(weights)
+            return model.eval()
+        model = stages.saved_model(config, state["specs"], trained).to(device)
         model.load_state_dict(state["setup"]["model"])
         if state["setup"]["ema"] is not None:
             ema = optimizers.Ema(model, decay=0.0)

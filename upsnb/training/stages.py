@@ -1,8 +1,8 @@
-"""The stages of a training, in one table: what each trains, around the model of the stage before it.
+"""The stages of a training, in one table: the operator, and what each later one makes of its model.
 
-A stage is a function (config, datasets, before) that returns an Objective. Its model is a Surrogate again, which holds
-the one before it or is that one, so that evaluation, checkpoints and reports work on it unchanged. `datasets` may be
-Outlines, where only shapes matter.
+A stage is a function (config, datasets, before) that returns an Objective; `before` is the operator's model, None for
+that stage itself. Its model is a Surrogate again, which holds `before` or is it, so that evaluation, checkpoints and
+reports work on it unchanged. `datasets` may be Outlines, where only shapes matter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from upsnb.models import chosen
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import LOSS_TERMS
-from upsnb.training.losses import FieldObjective, Objective, UPSObjective
+from upsnb.training.losses import CrpsObjective, FieldObjective, Objective, UPSObjective
 
 Datasets = Mapping[str, Dataset | Outline]
 Stage = Callable[[RunConfig, Datasets, Surrogate | None], Objective]
+NOISE = 8  # random numbers that each call of an ensemble draws
 
 
 def operator(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
@@ -36,33 +37,39 @@ def finetune(config: RunConfig, datasets: Datasets, before: Surrogate | None) ->
     return _of_fields(before, config)
 
 
+def crps(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
+    """The same model, given random numbers as well, trained until its forecasts differ as much as they err."""
+    if not before.take_noise(NOISE):
+        raise ConfigError([Problem("stages.crps.epochs", f"{before.called} takes no random numbers", "set it to 0")])
+    return CrpsObjective(before, config.training)
+
+
 def _of_fields(model: Surrogate, config: RunConfig) -> FieldObjective:
     return (UPSObjective if isinstance(model, UPS) else FieldObjective)(model, config.training)
 
 
 # the settings of each, and their order: config.StagesConfig
-STAGES: dict[str, Stage] = {OPERATOR: operator, "finetune": finetune}
+STAGES: dict[str, Stage] = {OPERATOR: operator, "finetune": finetune, "crps": crps}
 
 
 def build(
     config: RunConfig, datasets: Datasets, stage: str = OPERATOR, weights: Mapping[str, Tensor] | None = None
 ) -> Objective:
-    """The untrained objective of a stage, around the models of all stages before it that the config has.
+    """The untrained objective of a stage.
+
+    All later stages begin where the operator ended, so that each has had the same time as the others, and not more.
 
     Args:
-        weights: of the model of the stage before; without them they come with a checkpoint of this stage.
+        weights: of the operator's model, for a later stage; without them they come with a checkpoint of this stage.
     Raises:
         ConfigError: the model lacks what the config asks for, or the objective knows no such loss term.
     """
-    before = None
-    for name in config.stages.planned:
-        if name == stage and weights is not None:
-            before.load_state_dict(weights)
-        objective = STAGES[name](config, datasets, before)
-        objective.stage = settings(config, name)
-        before = objective.model
-        if name == stage:
-            break
+    objective = STAGES[OPERATOR](config, datasets, None)
+    if stage != OPERATOR:
+        if weights is not None:
+            objective.model.load_state_dict(weights)
+        objective = STAGES[stage](config, datasets, objective.model)
+    objective.stage = settings(config, stage)
     check(objective, config)
     return objective
 

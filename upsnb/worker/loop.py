@@ -28,6 +28,7 @@ from upsnb.training.compiling import CompileClock, CompileCounter
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, idle_settings
 from upsnb.training.timing import StepClock
+from upsnb.worker import staging
 from upsnb.worker.flips import CHANGED, RELAUNCH, Flips
 from upsnb.worker.guards import Guards
 from upsnb.worker.measuring import Measuring
@@ -53,7 +54,7 @@ def train(
         launch: what was changed since the run was started, as the supervisor says; empty: nothing.
     """
     launch = launch or Launch()
-    stage, handed = first_stage(overlays.apply(config, launch.overlay), folder, ranks), None
+    stage, handed = staging.first_stage(overlays.apply(config, launch.overlay), folder, ranks), None
     while stage is not None:
         loop = Loop(config, folder, ranks, events, heartbeat, launch, stage, handed)
         try:
@@ -65,15 +66,6 @@ def train(
             loop.profiler.close()  # these are all that is the process's
             loop.compiling.close()
             loop.setup.tf32.set(False)
-
-
-def first_stage(config: RunConfig, folder: Path, ranks: Ranks) -> str:
-    """The stage that a launch begins in: the latest checkpoint's, else the first; all ranks enter."""
-    names = config.stages.planned
-    if len(names) == 1 or not config.checkpoint.resume:
-        return names[0]
-    state = checkpoint.load(folder, ranks=ranks, allocate=lambda *_: None)
-    return state["position"]["stage"] if state else names[0]
 
 
 class Loop:
@@ -412,13 +404,21 @@ class Loop:
         patience = self.config.training.patience
         return "patience" if patience is not None and position.waited >= patience else None
 
-    def _evaluate(self, split: str, examples: str, fraction: float = 1.0) -> dict:
-        """Metrics of a share of the split from all ranks; rank 0 writes forecasts to the file `examples`."""
+    def _evaluate(self, split: str, examples: str, fraction: float = 1.0, stage: str | None = None) -> dict:
+        """Metrics of a share of the split from all ranks; rank 0 writes forecasts to the file `examples`.
+
+        Args:
+            stage: whose model, if not the one in training; of those that have ended.
+        """
         setup, settings, ranked = self.setup, self.config.evaluation, examples == runfolder.EXAMPLES
         # Eager: other batch sizes would compile anew, for one call each.
         with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
-            judged = setup.datasets, split, settings, self.ranks, self._beat, fraction
-            results = evaluation.evaluate(model, *judged, lookup=ranked)
+            if stage not in (None, setup.stage):
+                model = staging.ended(setup, self.folder, stage)
+            judged = setup.datasets, split, settings, self.ranks, self._beat
+            results = evaluation.evaluate(model, *judged, fraction, lookup=ranked)
+            for name, found in evaluation.evaluate_ensembles(model, *judged).items() if ranked and model.draws else ():
+                results[name]["ensemble"] = found
             if self.ranks.rank == 0:
                 path = self.folder / examples
                 evaluation.save_examples(path, model, setup.datasets, results, settings, self.ranks.device, ranked)
@@ -456,8 +456,8 @@ class Loop:
             self._validate()  # the clock asks for none, and the report tells how each stage ended
         self.position.ended, elapsed_s = reason, self._elapsed()
         self._save(last=True)
-        with evaluation.evaluation_model(self.setup) as model:
-            weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        staging.conclude(self.setup, self.folder, self.events, self.position.step, self._beat)
+        weights = staging.where_to_begin(self.setup, self.folder)
         where = {"step": self.position.step, "stage_from_step": self.position.step, "stage": following}
         return HandOver(weights, Position(**where, elapsed_s=elapsed_s, stage_from_s=elapsed_s))
 
@@ -478,10 +478,13 @@ class Loop:
             state = self.requests.load_best()
             setup.load_state_dict(state["setup"])
             reported = f"best, step {state['step']}"
+        answers = staging.conclude(setup, self.folder, self.events, self.position.step, self._beat)
+        if answers not in (None, setup.stage):
+            reported = f"last of stage {answers}, which no later one has beaten"
         split, weights = config.evaluation.split, reported + (", averaged" if setup.ema else "")
         if self.ranks.rank == 0:  # before, so that no look at the test split goes uncounted
             self.events.write("opened", self.position.step, split=split, weights=weights)
-        results = self._evaluate(split, runfolder.EXAMPLES)
+        results = self._evaluate(split, runfolder.EXAMPLES, stage=answers)
         if self.ranks.rank == 0:
             evaluation.write(self.folder, results, setup.datasets, split, weights)
         memory = parallel.all_gather_objects(self.ranks, self.flips.peak_memory_gib())

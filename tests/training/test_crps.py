@@ -1,0 +1,238 @@
+"""The stage that learns to draw: where it starts, what it minimises, how it ends, and what is asked of its model."""
+
+import numpy as np
+import pytest
+import torch
+
+from upsnb.errors import ConfigError, DataError, RunError
+from upsnb.memory.predict import predict as predict_memory
+from upsnb.models import inference
+from upsnb.report import results
+from upsnb.runs import handle
+from upsnb.training import gates, stages
+from upsnb.training.losses import CrpsObjective
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup, load_model
+
+NAME = "crps"
+LATENT = {"operator.rollout": "latent", "training.lambda_forward": 0.1, "training.lambda_inv_enc": 0.1}
+
+
+@pytest.fixture
+def setup(tiny_config, tmp_path):
+    """`setup()`: everything a step of this stage needs."""
+
+    def make(stage=NAME, **overlay) -> Setup:
+        config = tiny_config(**{"stages.crps.epochs": 1, **overlay})
+        return Setup.build(config, tmp_path, Ranks(), lambda message: None, stage)
+
+    return make
+
+
+def batch_of(setup, name):
+    return next(batch for batch in setup.loader.peek() if batch.dataset == name)
+
+
+def trained(made) -> None:
+    """As if training had given the random numbers a meaning."""
+    draws = torch.Generator().manual_seed(3)
+    for name, parameter in made.model.named_parameters():
+        if "noise" in name or "modulation" in name or "output" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=draws)
+
+
+@pytest.mark.parametrize("overlay", [{}, LATENT], ids=["fields", "latent"])
+def test_at_its_first_step_it_is_the_operator_exactly(setup, overlay):
+    before, after = setup("operator", **overlay), setup(**overlay)
+    weights = before.model.state_dict()
+    assert set(after.model.state_dict()) - set(weights) == {
+        f"conditions.{name}.noise.weight" for name in ("advection", "darcy")
+    }
+    after.model.load_state_dict(weights, strict=False)
+    for made in (before, after):
+        made.model.eval()
+    batch = batch_of(before, "advection")
+    asked = "advection", batch.inputs, batch.parameters, 0.05, 6
+    expected = before.model.rollout(*asked)
+    assert torch.equal(expected, after.model.rollout(*asked))
+    assert torch.equal(expected.expand(3, *expected.shape), after.model.ensemble(*asked, members=3))
+
+
+def test_members_differ_and_are_found_again_whatever_stands_beside_them(setup):
+    made = setup()
+    trained(made)
+    model, batch = made.model.eval(), batch_of(made, "advection")
+    drawn = model.ensemble("advection", batch.inputs, batch.parameters, 0.05, 6, members=3)
+    assert (drawn[0] - drawn[1]).abs().amax(dim=(1, 2, 3)).min() > 1e-4
+    of_two = model.ensemble("advection", batch.inputs[1:3], batch.parameters[1:3], 0.05, 6, 3, samples=[1, 2])
+    torch.testing.assert_close(drawn[:, 1:3], of_two, rtol=1e-4, atol=1e-5)
+    other = model.ensemble("advection", batch.inputs, batch.parameters, 0.05, 6, members=3, seed=1)
+    assert not torch.allclose(drawn, other)
+    numbers = model.noise([0, 1], 0, 3), model.noise([0, 1], 1, 3)
+    assert numbers[0].shape == (3, 2, stages.NOISE)
+    together = torch.cat([row.flatten() for row in numbers])
+    assert len(set(together.tolist())) == together.numel(), "each call of each member draws its own"
+
+
+@pytest.mark.parametrize(("members", "unroll"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize("overlay", [{}, LATENT], ids=["fields", "latent"])
+def test_its_loss_is_the_fair_crps_of_self_fed_forecasts(setup, members, unroll, overlay):
+    made = setup(**{"stages.crps.members": members, "stages.crps.unroll": unroll, **overlay})
+    trained(made)
+    made.model.eval()
+    objective, batch = made.objective, batch_of(made, "advection")
+    state = made.generator.get_state()
+    total, terms = objective(batch, objective.weights(0, 0), None)
+    assert set(terms) == {"crps"} and total.requires_grad
+    made.generator.set_state(state)
+    pairs, spec = len(batch.inputs), made.model.specs["advection"]
+    noise = torch.randn(unroll, members * pairs, stages.NOISE, generator=made.generator)
+    frames = unroll * spec.output_frames
+    rolled = [
+        made.model.rollout("advection", batch.inputs, batch.parameters, spec.dt, frames, noise[:, own])
+        for own in torch.arange(members * pairs).split(pairs)
+    ]
+    rolled, truth = torch.stack(rolled) / spec.output_std[0], batch.targets[:, :frames] / spec.output_std[0]
+    skill = np.mean([(one - truth).abs().mean().item() for one in rolled])
+    apart = np.mean([(rolled[i] - rolled[j]).abs().mean().item() for i in range(members) for j in range(i)])
+    assert total.item() == pytest.approx(skill - apart / 2, rel=1e-4)
+
+
+def test_noise_of_the_operator_is_not_added_to_what_its_members_are_given(setup):
+    still, noisy = setup(), setup(**{"training.noise": 0.5})
+    batch = batch_of(still, "advection")
+    values = []
+    for made in (still, noisy):
+        made.model.load_state_dict(still.model.state_dict())
+        made.model.eval()
+        values.append(made.objective(batch, {"crps": 1.0}, None)[0])
+    assert torch.equal(*values)
+
+
+def test_a_step_trains_what_draws_and_all_else(setup):
+    made = setup()
+    assert isinstance(made.objective, CrpsObjective)
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    made.set_learning_rate(0.5)
+    for step in range(6):  # a block's output and its modulation begin at zero: what is behind them waits for both
+        made.step(made.loader.peek(), step)
+    unmoved = {name for name, value in made.model.state_dict().items() if torch.equal(value, before[name])}
+    assert not unmoved
+
+
+def test_a_model_that_takes_no_random_numbers_is_refused(tiny_config, tmp_path):
+    fno = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
+    config = tiny_config(**{"stages.crps.epochs": 1, **fno, "optimizer.name": "adamw"})
+    with pytest.raises(ConfigError, match="stages.crps.epochs: FNO takes no random numbers -> set it to 0"):
+        Setup.build(config, tmp_path, Ranks(), lambda message: None, NAME)
+
+
+def test_memory_is_that_of_all_members(tiny_config, data_root):
+    plain = tiny_config(names=("advection",))
+    config = tiny_config(names=("advection",), **{"stages.crps.epochs": 1, "stages.crps.members": 6})
+    first, later = (predict_memory(each, data_root).nbytes for each in (plain, config))
+    assert later > 1.5 * first
+
+
+STAGES = {"stages.finetune.epochs": 1, "stages.crps.epochs": 2, "evaluation.members": 4, "training.ema_decay": 0.9}
+
+
+@pytest.fixture
+def run(tiny_config, train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(gates, "FEWEST", 2)
+    events = train_here(tiny_config(**STAGES), tmp_path)
+    return events, tmp_path
+
+
+def test_a_run_trains_it_from_the_operator_and_judges_it_against_finetune(run):
+    events, folder = run
+    assert [event["stage"] for event in events if event["kind"] == "start"] == ["operator", "finetune", NAME]
+    judged = [event for event in events if event["kind"] == "gate"]
+    assert [(event["stage"], event["against"]) for event in judged] == [("finetune", "operator"), (NAME, "finetune")]
+    assert all(event["samples"] == 2 and event["ratio"] > 0 for event in judged)
+    passed = [event["stage"] for event in judged if event["verdict"] == "pass"]
+    answers = passed[-1] if passed else "operator"
+    model = load_model(folder)
+    assert model.draws == (stages.NOISE if answers == NAME else 0)
+    for stage in ("operator", "finetune", NAME):
+        kept = gates.kept(folder, stage)
+        assert all(
+            torch.equal(value, kept[name]) for name, value in load_model(folder, stage=stage).state_dict().items()
+        )
+    report = results.run_numbers(handle.Run(folder))
+    assert [stage["gate"] and stage["gate"]["verdict"] for stage in report["stages"]] == [
+        None,
+        *(event["verdict"] for event in judged),
+    ]
+    said = results.costs(report)
+    for event in judged:
+        assert f"against {event['against']}: {event['verdict']}, " in said
+
+
+def test_what_passed_answers_and_its_ensembles_are_reported(tiny_config, train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        gates, "judge", lambda ours, theirs: {"verdict": "pass", "ratio": 0.5, "ci95": [0.4, 0.6], "samples": 2}
+    )
+    train_here(tiny_config(**STAGES), tmp_path)
+    found = results.read_evaluation(tmp_path, handle.Run(tmp_path).events())
+    for name, frames in (("advection", 3), ("darcy", 1)):
+        ensemble = found["datasets"][name]["test"]["ensemble"]
+        assert ensemble["members"] == 4 and len(ensemble["rank_histogram"]) == 5
+        assert len(ensemble["per_time"]["crps"]) == frames
+        assert ("correlation_time" in ensemble) == (name == "advection")
+    model = load_model(tmp_path)
+    fields = np.random.default_rng(0).normal(size=(3, 2, 1, 32))
+    drawn = inference.predict(model, fields, "advection", 0.4, num_frames=4, members=5)
+    assert drawn.shape == (5, 3, 4, 1, 32)
+    alone = inference.predict(model, fields[0], "advection", 0.4, num_frames=4, members=5)
+    np.testing.assert_allclose(alone, drawn[:, 0], rtol=1e-4, atol=1e-4)
+    assert handle.Run(tmp_path).predict(fields, "advection", 0.4, members=2, seed=4).shape == (2, 3, 2, 1, 32)
+    with pytest.raises(DataError, match="members: got 0 -> give 1 or more"):
+        inference.predict(model, fields, "advection", 0.4, members=0)
+    with pytest.raises(DataError, match="members: UPS draws nothing -> train stages.crps"):
+        inference.predict(load_model(tmp_path, stage="operator"), fields, "advection", 0.4, members=2)
+
+
+def test_what_did_not_pass_is_left_out_of_the_report_unless_asked_for(tiny_config, train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        gates, "judge", lambda ours, theirs: {"verdict": "harm", "ratio": 1.5, "ci95": [1.4, 1.6], "samples": 2}
+    )
+    train_here(tiny_config(**STAGES), tmp_path)
+    report = results.run_numbers(handle.Run(tmp_path))
+    assert report["weights"] == "last of stage operator, which no later one has beaten, averaged"
+    assert load_model(tmp_path).draws == 0 and load_model(tmp_path, stage=NAME).draws == stages.NOISE
+    with pytest.raises(RunError, match="choose one that has ended: crps, finetune, operator"):
+        load_model(tmp_path, stage="refine")
+
+
+def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path):
+    class Killed(Exception):
+        pass
+
+    overlay = {**STAGES, "checkpoint.interval": 5}
+    whole = train_here(tiny_config(**overlay), tmp_path / "whole")
+    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == NAME][0]
+
+    def kill(step):
+        if step == first + 7:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_here(tiny_config(**overlay), tmp_path / "cut", at_step=kill)
+    train_here(tiny_config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
+    there, again = (gates.kept(tmp_path / name, NAME) for name in ("whole", "cut"))
+    assert all(torch.equal(value, again[name]) for name, value in there.items())
+
+
+def test_without_the_weights_it_is_compared_with_it_says_so_and_ends(tiny_config, train_here, tmp_path):
+    """A run that goes on from a mirror of its checkpoints has no weights of earlier stages."""
+    config = tiny_config(**{**STAGES, "checkpoint.interval": 100})
+
+    def lose(step):
+        for path in (tmp_path / gates.FOLDER).glob("*.pt"):
+            path.unlink()
+
+    events = train_here(config, tmp_path, at_step=lose)
+    assert [event["verdict"] for event in events if event["kind"] == "gate"] == ["not measurable"] * 2
+    assert [event for event in events if event["kind"] == "end"]
+    assert handle.Run(tmp_path).manifest["answers"] == "operator" and load_model(tmp_path).draws == stages.NOISE

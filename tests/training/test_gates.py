@@ -1,0 +1,101 @@
+"""A later stage answers for a run only where it has beaten the one before it beyond chance."""
+
+import numpy as np
+import pytest
+import torch
+
+from upsnb.errors import RunError
+from upsnb.training import gates
+
+
+def errors(count=40, seed=0):
+    return np.random.default_rng(seed).lognormal(0.0, 1.0, count)
+
+
+def shifted(factor, noise=0.1, count=40):
+    base = errors(count)
+    return {"a": base * factor * np.random.default_rng(1).lognormal(0.0, noise, count)}, {"a": base}
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(0.8, "pass"), (1.0, "no gain"), (1.25, "harm"), (1.01, "no gain")])
+def test_a_difference_beyond_chance_decides(factor, verdict):
+    found = gates.judge(*shifted(factor))
+    assert found["verdict"] == verdict
+    assert found["ci95"][0] < found["ratio"] < found["ci95"][1]
+    assert found["ratio"] == pytest.approx(factor, rel=0.1)
+
+
+def test_samples_are_compared_with_themselves():
+    """Errors that scatter tenfold from sample to sample hide nothing when both models are asked about the same ones."""
+    ours, theirs = shifted(0.9, noise=0.02)
+    assert gates.judge(ours, theirs)["verdict"] == "pass"
+    shuffled = {"a": np.random.default_rng(2).permutation(ours["a"])}
+    assert gates.judge(shuffled, theirs)["verdict"] == "no gain"
+
+
+def test_equal_models_gain_nothing_about_as_often_as_promised():
+    verdicts = []
+    for seed in range(200):
+        draws = np.random.default_rng(seed)
+        base = draws.lognormal(0.0, 1.0, 30)
+        both = ({"a": base * draws.lognormal(0.0, 0.2, 30)} for _ in range(2))
+        verdicts.append(gates.judge(*both)["verdict"])
+    assert verdicts.count("no gain") >= 170
+
+
+def test_datasets_count_alike_whatever_the_size_of_their_errors():
+    base = errors()
+    found = gates.judge({"a": 0.5 * base, "b": 2e6 * base}, {"a": base, "b": 1e6 * base})
+    assert found["ratio"] == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("bad", [{"a": [1.0] * 7}, {"a": [1.0] * 39 + [float("nan")]}, {"a": [float("inf")] * 40}, {}])
+def test_what_cannot_be_measured_is_not_judged(bad):
+    other = {name: [1.0] * len(values) for name, values in bad.items()}
+    for pair in ((bad, other), (other, bad)):
+        found = gates.judge(*pair)
+        if len(bad.get("a", ())) != 7:
+            assert found["verdict"] == "not measurable" and found["ratio"] is None
+    assert gates.judge(bad, bad)["verdict"] == "not measurable"
+
+
+def test_the_same_errors_give_the_same_verdict():
+    assert gates.judge(*shifted(0.95)) == gates.judge(*shifted(0.95))
+
+
+def test_each_stage_is_measured_against_the_one_before_it(tiny_config):
+    three = tiny_config(**{"stages.finetune.epochs": 1, "stages.crps.epochs": 1})
+    assert [gates.control(three, stage) for stage in three.stages.planned] == [None, "operator", "finetune"]
+    assert gates.control(tiny_config(**{"stages.crps.epochs": 1}), "crps") == "operator"
+
+
+def test_weights_that_are_kept_come_back_and_others_are_asked_for_in_vain(tmp_path):
+    weights = {"a": torch.randn(3), "b": torch.ones(2, dtype=torch.complex64)}
+    gates.keep(tmp_path, "operator", weights)
+    found = gates.kept(tmp_path, "operator")
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    with pytest.raises(RunError, match="choose one that has ended: operator"):
+        gates.kept(tmp_path, "crps")
+    with pytest.raises(RunError, match="none has"):
+        gates.kept(tmp_path / "other", "crps")
+
+
+@pytest.mark.parametrize("damage", [b"", b"not torch's", None])
+def test_damaged_weights_are_one_sentence(tmp_path, damage):
+    gates.keep(tmp_path, "operator", {"a": torch.randn(300)})
+    path = tmp_path / gates.FOLDER / "operator.pt"
+    path.write_bytes(path.read_bytes()[:700] if damage is None else damage)
+    with pytest.raises(RunError, match="operator.pt: cannot be read .* -> train the stage again"):
+        gates.kept(tmp_path, "operator")
+
+
+def test_nothing_in_a_weights_file_is_executed(tmp_path):
+    class Bad:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "executed"), "w"))
+
+    (tmp_path / gates.FOLDER).mkdir()
+    torch.save({"a": Bad()}, tmp_path / gates.FOLDER / "operator.pt")
+    with pytest.raises(RunError, match="cannot be read"):
+        gates.kept(tmp_path, "operator")
+    assert not (tmp_path / "executed").exists()

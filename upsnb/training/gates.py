@@ -1,0 +1,103 @@
+"""Whether a stage has paid: what it ends with against another stage on the validation split, sample by sample.
+
+Each stage's weights stay in the run folder, `stages/<stage>.pt`: all stages after the first begin where that one ended,
+and a run answers with the last stage that passed. The test split is not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upsnb.config import OPERATOR, RunConfig
+from upsnb.errors import RunError
+from upsnb.runs import runfolder
+from upsnb.runs.throughput import NUM_RESAMPLES
+
+FOLDER = "stages"
+FEWEST = 8  # validation samples that a verdict needs
+PASS, NO_GAIN, HARM, NOT_MEASURABLE = "pass", "no gain", "harm", "not measurable"
+
+
+def control(config: RunConfig, stage: str) -> str | None:
+    """The stage that another one is measured against, the one before it: `finetune` is what all others must beat."""
+    names = config.stages.planned
+    return names[names.index(stage) - 1] if stage != names[0] else None
+
+
+def judge(found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[float]]) -> dict:
+    """The verdict on errors per sample, of one stage and of its control on the very same samples.
+
+    Mean error over the control's, mean over datasets; its 95 % interval by a bootstrap over samples, both sides drawn
+    together. Its draws have a seed: the same errors give the same.
+
+    Args:
+        found, control: by dataset.
+    Returns:
+        {"verdict", "ratio", "ci95", "samples"}
+    """
+    pairs = [np.array([found[name], control[name]], float) for name in found]
+    samples = min((pair.shape[1] for pair in pairs), default=0)
+    nothing = {"verdict": NOT_MEASURABLE, "ratio": None, "ci95": [None, None], "samples": samples}
+    if samples < FEWEST or not all(np.isfinite(pair).all() and pair[1].sum() > 0 for pair in pairs):
+        return nothing
+    draws, drawn = np.random.default_rng(0), 0.0
+    for pair in pairs:
+        rows = draws.integers(pair.shape[1], size=(NUM_RESAMPLES, pair.shape[1]))
+        ours, theirs = (side[rows].mean(1) for side in pair)
+        drawn = drawn + ours / theirs / len(pairs)
+    low, high = np.percentile(drawn, (2.5, 97.5)).tolist()
+    verdict = PASS if high < 1 else HARM if low > 1 else NO_GAIN
+    ratio = float(np.mean([pair[0].mean() / pair[1].mean() for pair in pairs]))
+    return {"verdict": verdict, "ratio": ratio, "ci95": [low, high], "samples": samples}
+
+
+def answering(folder: Path) -> str | None:
+    """The stage whose model answers for a run: the last one that passed, else the first.
+
+    None where there are no weights of it: before a stage has ended, and where a run went on from a mirror.
+    """
+    stage = runfolder.read_manifest(folder).get("answers")
+    return stage if stage and is_kept(folder, stage) else None
+
+
+def note(folder: Path, stage: str, verdict: str) -> None:
+    """Write down which stage answers from here on; of the first one no verdict is asked."""
+    if stage == OPERATOR or verdict == PASS:
+        runfolder.update_manifest(folder, answers=stage)
+
+
+def keep(folder: Path, stage: str, weights: Mapping[str, Tensor]) -> None:
+    """Write the weights that a stage ends with, whole and on the host, in one step."""
+    path = folder / FOLDER / f"{stage}.pt"
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_name(f".{path.name}")
+    torch.save(dict(weights), unfinished)
+    os.replace(unfinished, path)
+
+
+def is_kept(folder: Path, stage: str) -> bool:
+    """Whether there are any."""
+    return (folder / FOLDER / f"{stage}.pt").exists()
+
+
+def kept(folder: Path, stage: str) -> dict[str, Tensor]:
+    """The weights that a stage ended with.
+
+    Raises:
+        RunError: they are not there, or cannot be read.
+    """
+    path = Path(folder) / FOLDER / f"{stage}.pt"
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        ended = sorted(each.stem for each in path.parent.glob("[!.]*.pt"))
+        raise RunError(f"{path}: is not there -> choose one that has ended: {', '.join(ended) or 'none has'}") from None
+    except Exception as error:  # whatever torch finds in a damaged file
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise RunError(f"{path}: cannot be read ({found}) -> train the stage again") from None

@@ -1,0 +1,71 @@
+"""How a run goes from stage to stage: where it begins, what a stage leaves behind, and whether that has paid."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from upsnb.config import RunConfig
+from upsnb.models.surrogate import Surrogate
+from upsnb.runs.runfolder import EventWriter
+from upsnb.spans import outside_step
+from upsnb.training import checkpoint, evaluation, gates, parallel, stages
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
+
+
+def first_stage(config: RunConfig, folder: Path, ranks: Ranks) -> str:
+    """The stage that a launch begins in: the latest checkpoint's, else the first; all ranks enter."""
+    names = config.stages.planned
+    if len(names) == 1 or not config.checkpoint.resume:
+        return names[0]
+    state = checkpoint.load(folder, ranks=ranks, allocate=lambda *_: None)
+    return state["position"]["stage"] if state else names[0]
+
+
+def ended(setup: Setup, folder: Path, stage: str) -> Surrogate:
+    """The model of a stage that has ended, on this rank's device."""
+    model = stages.build(setup.config, setup.datasets, stage).model.to(setup.ranks.device)
+    model.load_state_dict(gates.kept(folder, stage))
+    return model.eval()
+
+
+def where_to_begin(setup: Setup, folder: Path) -> dict[str, torch.Tensor]:
+    """Weights for the stage after this one: the operator's, so that what follows it can be compared.
+
+    This stage's own where those are not there: they stay behind when a run goes on from a mirror of its checkpoints.
+    """
+    return gates.kept(folder, stages.OPERATOR if gates.is_kept(folder, stages.OPERATOR) else setup.stage)
+
+
+@outside_step
+def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: Callable[[], None]) -> str | None:
+    """Keep what a stage ends with, and say whether it has paid; all ranks enter.
+
+    Returns:
+        the stage that answers for the run now; None where there is only one.
+    """
+    config, ranks = setup.config, setup.ranks
+    if len(config.stages.planned) == 1:
+        return None
+    against, began, verdict = gates.control(config, setup.stage), time.perf_counter(), ""
+    with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
+        if ranks.rank == 0:
+            gates.keep(folder, setup.stage, {name: value.cpu() for name, value in model.state_dict().items()})
+        parallel.barrier(ranks)
+        if against:
+            judged = setup.datasets, "validation", config.evaluation, ranks, alive
+            compared = (model, ended(setup, folder, against)) if gates.is_kept(folder, against) else ()
+            both = [evaluation.evaluate_ensembles(each, *judged) for each in compared]
+            errors = [{name: found["per_sample"]["crps"] for name, found in results.items()} for results in both]
+            found = gates.judge(*errors) if both else gates.judge({}, {})
+            verdict = found["verdict"]
+            if ranks.rank == 0:
+                events.write("gate", step, against=against, duration_s=round(time.perf_counter() - began, 3), **found)
+    if ranks.rank == 0:
+        gates.note(folder, setup.stage, verdict)
+    parallel.barrier(ranks)
+    return gates.answering(folder)
