@@ -13,7 +13,7 @@ from upsnb.errors import DataError
 from upsnb.models.surrogate import Surrogate
 from upsnb.rules import did_you_mean
 
-AT_ONCE = 32  # samples in one call of the model
+AT_ONCE = 32  # forecasts in one call of the model
 FAR = 10.0  # standard deviations from the training mean that no field of the same units reaches
 
 
@@ -68,7 +68,8 @@ def predict(
         warnings.warn(f"{said} -> take the answer for a guess", stacklevel=3)  # where Run.predict was called
     device, parts = next(model.parameters()).device, []
     with torch.no_grad():
-        for part, of_part, numbers in zip(x.split(AT_ONCE), values.split(AT_ONCE), torch.arange(len(x)).split(AT_ONCE)):
+        at_once = max(1, AT_ONCE // (members or 1))
+        for part, of_part, numbers in zip(*(some.split(at_once) for some in (x, values, torch.arange(len(x))))):
             asked = name, part.to(device), of_part.to(device), spec.dt, int(num_frames)
             drawn = model.rollout(*asked) if members is None else model.ensemble(*asked, members, numbers, seed)
             parts.append(drawn.to(given.device))

@@ -202,7 +202,7 @@ class Surrogate(nn.Module, ABC):
         samples: Iterable[int] | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """Several rollouts, each with random numbers of its own; the same one each time where the model draws none.
+        """Several rollouts at once, each with random numbers of its own; all alike where the model draws none.
 
         Args:
             samples: numbers by which random numbers are found again; None: 0, 1, ...
@@ -210,11 +210,11 @@ class Surrogate(nn.Module, ABC):
             (members, B, num_frames, C_out, *grid) physical.
         """
         samples = list(range(len(given)) if samples is None else samples)
-        calls, rolled = -(-num_frames // self.specs[name].output_frames), []
-        for member in range(members):
-            noise = self.noise(samples, member, calls, seed).to(given.device)
-            rolled.append(self.rollout(name, given, parameters, dt, num_frames, noise))
-        return torch.stack(rolled)
+        calls = -(-num_frames // self.specs[name].output_frames)
+        noise = torch.cat([self.noise(samples, member, calls, seed) for member in range(members)], dim=1)
+        given, parameters = (some.repeat(members, *(1,) * (some.dim() - 1)) for some in (given, parameters))
+        rolled = self.rollout(name, given, parameters, dt, num_frames, noise.to(given.device))
+        return rolled.unflatten(0, (members, -1))
 
     def next_inputs(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """The latest input_frames of x (B, T, C, *grid) and, after it, y (B, t, C_out, *grid); given fields stay."""

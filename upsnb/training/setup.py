@@ -430,6 +430,13 @@ def idle_settings(setup: Setup) -> list[str]:
         )
     if training.pin_memory and (resident or setup.ranks.device.type != "cuda"):
         said.append("training.pin_memory is on and no batch is copied from host to GPU -> it changes nothing")
+    more = setup.stage == stages.OPERATOR and stages.following(setup.config, setup.stage)
+    for name, dataset in setup.datasets.items() if more else ():
+        if (count := len(dataset.splits["validation"])) < gates.FEWEST:
+            said.append(
+                f"{name} has {count} validation samples and a verdict on a stage needs {gates.FEWEST} -> none will be "
+                "measurable and the operator answers; raise data.split.validation_fraction"
+            )
     if hardware.slow_halves(setup.config, machine := hardware.detect()):
         said.append(f"{machine.device_name} {hardware.SLOW_HALVES} -> set training.amp to false, or on_missing to skip")
     return said
