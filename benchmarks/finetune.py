@@ -16,11 +16,14 @@ import numpy as np
 from keep import save
 
 from upsnb import overlays
-from upsnb.config import RunConfig
+from upsnb.config import OPERATOR, RunConfig
+from upsnb.data.datasets import open_all
 from upsnb.report import plots, style
 from upsnb.report.figures import read_evaluation
 from upsnb.runs import handle, runfolder
 from upsnb.runs.runfolder import REPORT
+from upsnb.training import evaluation
+from upsnb.training.parallel import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES, SEEDS, TIME_S = ("kuramoto1d", "advection1d"), (42, 43, 44), 90.0
@@ -45,7 +48,8 @@ def trained(config: RunConfig, folder: Path) -> dict:
     run = handle.start(config, folder)
     run.wait()
     ((name, splits),) = read_evaluation(folder, run.events())["datasets"].items()
-    result = splits["test"]
+    stage = config.stages.planned[-1]
+    result = splits["test"] if stage == OPERATOR else judged(run, stage)[name]
     return {
         "nrmse": result["nrmse_mean"],
         "rollout_nrmse": result["rollout_nrmse_mean"],
@@ -56,6 +60,12 @@ def trained(config: RunConfig, folder: Path) -> dict:
         "steps": run.events(("step",))[-1]["step"],
         "validations": [[event["time_s"], event["val_nrmse"][name]] for event in run.events(("eval",))],
     }
+
+
+def judged(run: handle.Run, stage: str) -> dict[str, dict]:
+    """The test split by a stage's own model, whether or not it answers for its run."""
+    datasets = open_all(run.config, runfolder.project_root(), print)
+    return evaluation.evaluate(run.load_model(stage=stage), datasets, "test", run.config.evaluation, Ranks())
 
 
 def figure(family: str, rows: list[Mapping]):

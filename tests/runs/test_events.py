@@ -35,6 +35,15 @@ MORE = [  # kinds that a finished run of `made_runs` has none of
     {"kind": "telemetry", "step": 37, "utilisation_percent": [3.0, None], "power_w": [9.0], "clock_mhz": [1]},
     {"kind": "progress", "step": 38, "message": "reading"},
     {"kind": "warning", "step": 39, "message": "slow"},
+    {
+        "kind": "gate",
+        "step": 39,
+        "against": "operator",
+        "verdict": "pass",
+        "ratio": 0.8,
+        "ci95": [0.7, None],
+        "samples": 9,
+    },
     {"kind": "guard", "step": 40, "guard": "out_of_memory", "action": "shrink", "reason": "full", "size": [8, 2]},
 ]
 WRONG = (None, "x", -1, 1.5, True, [], {}, {"x": "y"}, ["x"], math.inf, 10**400, [[1]], {"x": {}})

@@ -412,7 +412,7 @@ def test_a_run_predicts_with_the_checkpoint_that_is_asked_for(tiny_config, train
         expected = run.load_model()("advection", torch.from_numpy(x), torch.full((3, 1), 0.4), 2.0 / 12)
     np.testing.assert_allclose(latest, expected.numpy(), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(run.predict(x[0], "advection", 0.4, num_frames=4)[:2].shape, latest[0].shape)
-    assert loaded[1:] == [()] and loaded[0] == ("latest", "cpu"), "loaded once"
+    assert loaded[1:] == [()] and loaded[0] == ("latest", "cpu", None), "loaded once"
     assert not np.allclose(run.predict(x, "advection", which="previous"), latest)
     with pytest.warns(UserWarning, match="beta = 3, and advection was trained on 0.4 -> take the answer for a guess"):
         run.predict(x, "advection", 3.0)
