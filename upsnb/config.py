@@ -52,6 +52,7 @@ class GenerateConfig(Section):
     num_samples: PositiveInt = 128  # trajectories or coefficient fields
     resolution: PositiveInt | None = None  # grid points per axis; empty: as the family's row says, docs/data.md
     num_times: PositiveInt | None = None  # saved times (ignored where the problem is static); empty: the row's
+    until: PositiveFloat | None = None  # the last saved time (likewise); empty: the row's
     parameter: Quantity | None = None  # the equation's parameter where it has one, like advection's speed beta
     parameters: dict[str, Quantity] = {}  # several by name; those left out are the row's
     seed: Seed = 0  # seed of the generator, apart from training.seed

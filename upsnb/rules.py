@@ -170,12 +170,6 @@ def contradictions(config) -> list[Problem]:
                 f"{frames[0]} and {frames[1]}",
                 "make them equal",
             )
-    require(
-        config.stages.finetune.epochs == 0 or any(row.time_dependent for row in rows.values()),
-        "stages.finetune.epochs",
-        "trains through several calls in a row, and no dataset changes in time",
-        "set it to 0",
-    )
     for term in (*TIME_TERMS, *PHYSICS_TERMS):
         acting = [name for name, row in FAMILIES.items() if acts(term, row)]
         require(

@@ -43,6 +43,13 @@ OTHERWISE = {  # notebook: parameters beside or instead of the preset
         "block_s": 2.0,
         "rounds": 2,
     },
+    "06_pipeline": {
+        "preset": "smoke",
+        "training": {"time_limit_s": None},
+        "stages": {"operator": {"epochs": 2}, "finetune": {"epochs": 1}, "crps": {"epochs": 1}},
+        "data": {"split": {"validation_fraction": 0.3}},  # of 30 samples, so that a verdict can be had
+        "evaluation": {"members": 5},
+    },
     "08_profile": {"preset": "smoke", "warm_up_s": 1.0},
     "10_models": {"preset": "smoke", "time_limit_s": 4.0, "others": ["fno"]},
     "11_sweep": {"preset": "smoke", "grid": {"muon_lr": [2e-3, 4e-3]}, "time_limit_s": 2.0},

@@ -55,6 +55,19 @@ CASES = {
         given_until=-0.1,
         lost_at=0.4,
     ),
+    "correlations": lambda: plots.correlations(TIMES, {"operator": np.cos(TIMES), "crps": 1 - TIMES / 9}, title="lost"),
+    "correlations gaps": lambda: plots.correlations(TIMES, {"operator": with_nan(TIMES)}),
+    "calibration": lambda: plots.calibration(TIMES, TIMES + 0.1, TIMES + 0.2, [0.3, 0.2, 0.2, 0.3], title="wide"),
+    "calibration one frame": lambda: plots.calibration([0], [0.1], [0.2], [0.5, 0.5]),
+    "calibration collapsed": lambda: plots.calibration(TIMES, 0 * TIMES, TIMES, [1.0, 0.0]),
+    "cost": lambda: plots.cost({"operator": 1.0, "crps": 19.0}, {"operator": 0.2, "crps": 0.1}, "CRPS [-]", title="up"),
+    "cost gaps": lambda: plots.cost({"operator": 1.0, "crps": 19.0}, {"operator": np.nan, "crps": 0.1}, "CRPS [-]"),
+    "members 1d": lambda: plots.members_1d(
+        X, TIMES, TRUTH, TRUTH + RANDOM.normal(0, 0.1, (9, *TRUTH.shape)), title="x"
+    ),
+    "members 1d equal": lambda: plots.members_1d(X, TIMES, TRUTH, np.stack([TRUTH, TRUTH])),
+    "members 1d gaps": lambda: plots.members_1d(X, TIMES, TRUTH, np.stack([TRUTH, with_nan(TRUTH)])),
+    "members 2d": lambda: plots.members_2d(FIELD, FIELD + RANDOM.normal(0, 0.1, (9, *FIELD.shape)), title="two"),
     "rollout one sample": lambda: plots.rollout_error(TIMES, {"model": TIMES}, quartiles={"model": [TIMES, TIMES]}),
     "rollout one frame": lambda: plots.rollout_error([1.0], {"model": [0.1]}, given_until=0.5),
     "rollout gaps": lambda: plots.rollout_error(

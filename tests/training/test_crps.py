@@ -8,7 +8,7 @@ from upsnb.errors import ConfigError, DataError, RunError
 from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import inference
 from upsnb.report import results
-from upsnb.runs import handle
+from upsnb.runs import handle, runfolder
 from upsnb.training import gates, stages
 from upsnb.training.losses import CrpsObjective
 from upsnb.training.parallel import Ranks
@@ -167,6 +167,10 @@ def test_a_run_trains_it_from_the_operator_and_judges_it_against_finetune(run):
         assert all(
             torch.equal(value, kept[name]) for name, value in load_model(folder, stage=stage).state_dict().items()
         )
+        measured = runfolder.measured(folder, stage)
+        assert {name: found["members"] for name, found in measured.items()} == dict.fromkeys(
+            ("advection", "darcy"), 4 if stage == NAME else 1
+        )
     report = results.run_numbers(handle.Run(folder))
     assert [stage["gate"] and stage["gate"]["verdict"] for stage in report["stages"]] == [
         None,
@@ -174,7 +178,7 @@ def test_a_run_trains_it_from_the_operator_and_judges_it_against_finetune(run):
     ]
     said = results.costs(report)
     for event in judged:
-        assert f"against {event['against']}: {event['verdict']}, " in said
+        assert f"{event['verdict']}: " in said and f"of the error of {event['against']}" in said
 
 
 def test_what_passed_answers_and_its_ensembles_are_reported(tiny_config, train_here, tmp_path, monkeypatch):
@@ -232,12 +236,12 @@ def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, t
     assert all(torch.equal(value, again[name]) for name, value in there.items())
 
 
-def test_without_the_weights_it_is_compared_with_it_says_so_and_ends(tiny_config, train_here, tmp_path):
-    """A run that goes on from a mirror of its checkpoints has no weights of earlier stages."""
+def test_without_what_it_is_compared_with_it_says_so_and_ends(tiny_config, train_here, tmp_path):
+    """A run that goes on from a mirror of its checkpoints has nothing of earlier stages."""
     config = tiny_config(**{**STAGES, "checkpoint.interval": 100})
 
     def lose(step):
-        for path in (tmp_path / gates.FOLDER).glob("*.pt"):
+        for path in (tmp_path / runfolder.STAGES).glob("*.*"):
             path.unlink()
 
     events = train_here(config, tmp_path, at_step=lose)

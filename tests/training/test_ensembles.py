@@ -85,6 +85,15 @@ def test_too_few_members_say_nothing_of_a_wide_interval(count, known):
     assert all(value == pytest.approx(share, abs=0.03) for share, value in zip((0.5, 0.9), coverage) if value == value)
 
 
+def test_energy_is_a_members_and_not_that_of_their_mean():
+    found = drawn(1.0)
+    spectrum = {key: np.array(values) for key, values in found["spectrum"].items()}
+    np.testing.assert_allclose(spectrum["members"].sum(), spectrum["truth"].sum(), rtol=0.02)  # as far from the centre
+    collapsed = np.array(drawn(1e-4)["spectrum"]["members"])
+    np.testing.assert_allclose(collapsed.sum() / spectrum["truth"].sum(), 0.9, atol=0.02)  # 9 of 9 + 1
+    assert len(spectrum["wavenumber"]) == 251 and spectrum["wavenumber"][3] == 3
+
+
 def test_one_forecast_scores_its_absolute_error():
     truth = torch.tensor([[[[1.0, 2.0, 4.0]]]])
     found = ensembles.reduce([ensembles.sample_statistics(truth[None] + 0.5, truth, 2 * ONE)])

@@ -1,10 +1,13 @@
 """A later stage answers for a run only where it has beaten the one before it beyond chance."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from upsnb.errors import RunError
+from upsnb.runs import runfolder
 from upsnb.training import gates
 
 
@@ -59,6 +62,18 @@ def test_what_cannot_be_measured_is_not_judged(bad):
     assert gates.judge(bad, bad)["verdict"] == "not measurable"
 
 
+def test_samples_are_found_again_whatever_order_ranks_have_measured_them_in():
+    one = {"a": {"samples": [3, 1, 2], "per_sample": {"crps": [0.3, 0.1, 0.2]}}}
+    other = {"a": {"samples": [1, 2, 3], "per_sample": {"crps": [0.1, 0.2, 0.3]}}}
+    assert gates.errors(one) == gates.errors(other) == {"a": [0.1, 0.2, 0.3]}
+
+
+def test_a_dataset_that_only_one_stage_was_measured_on_is_not_judged():
+    base = np.linspace(1, 2, 20)
+    assert gates.judge({"a": base, "b": base}, {"a": 2 * base})["verdict"] == "not measurable"
+    assert gates.judge({"a": base}, {})["verdict"] == "not measurable"
+
+
 def test_the_same_errors_give_the_same_verdict():
     assert gates.judge(*shifted(0.95)) == gates.judge(*shifted(0.95))
 
@@ -71,9 +86,12 @@ def test_each_stage_is_measured_against_the_one_before_it(tiny_config):
 
 def test_weights_that_are_kept_come_back_and_others_are_asked_for_in_vain(tmp_path):
     weights = {"a": torch.randn(3), "b": torch.ones(2, dtype=torch.complex64)}
-    gates.keep(tmp_path, "operator", weights)
+    gates.keep(tmp_path, "operator", weights, {"a": {"crps": math.nan}})
     found = gates.kept(tmp_path, "operator")
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    assert runfolder.measured(tmp_path, "operator") == {"a": {"crps": None}} and not runfolder.measured(
+        tmp_path, "crps"
+    )
     with pytest.raises(RunError, match="choose one that has ended: operator"):
         gates.kept(tmp_path, "crps")
     with pytest.raises(RunError, match="none has"):
@@ -82,8 +100,8 @@ def test_weights_that_are_kept_come_back_and_others_are_asked_for_in_vain(tmp_pa
 
 @pytest.mark.parametrize("damage", [b"", b"not torch's", None])
 def test_damaged_weights_are_one_sentence(tmp_path, damage):
-    gates.keep(tmp_path, "operator", {"a": torch.randn(300)})
-    path = tmp_path / gates.FOLDER / "operator.pt"
+    gates.keep(tmp_path, "operator", {"a": torch.randn(300)}, {})
+    path = tmp_path / runfolder.STAGES / "operator.pt"
     path.write_bytes(path.read_bytes()[:700] if damage is None else damage)
     with pytest.raises(RunError, match="operator.pt: cannot be read .* -> train the stage again"):
         gates.kept(tmp_path, "operator")
@@ -94,8 +112,8 @@ def test_nothing_in_a_weights_file_is_executed(tmp_path):
         def __reduce__(self):
             return (open, (str(tmp_path / "executed"), "w"))
 
-    (tmp_path / gates.FOLDER).mkdir()
-    torch.save({"a": Bad()}, tmp_path / gates.FOLDER / "operator.pt")
+    (tmp_path / runfolder.STAGES).mkdir()
+    torch.save({"a": Bad()}, tmp_path / runfolder.STAGES / "operator.pt")
     with pytest.raises(RunError, match="cannot be read"):
         gates.kept(tmp_path, "operator")
     assert not (tmp_path / "executed").exists()

@@ -19,7 +19,7 @@ import numpy as np
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.compare.search import told
-from upsnb.config import RunConfig
+from upsnb.config import OPERATOR, RunConfig
 from upsnb.data import audit
 from upsnb.errors import MOST_LISTED, ConfigError, RunError
 from upsnb.overlays import as_typed
@@ -83,6 +83,7 @@ def read(folder: Path) -> dict:
         "protocol": protocol(terms, datasets) if known else None,
         "datasets": datasets,
         "opened": max(opened, int(evaluation.get("split") == TEST)),
+        "stage": manifest.get("answers") or manifest.get("stage") or OPERATOR,
         "machine": machine(config, manifest),
         "revision": manifest["code_revision"],
         "origin": "here" if here else f"{IMPORTED} from {manifest['host']}",
@@ -196,6 +197,7 @@ def _row(name: str, dataset: str, done: list[dict], failed: int, price_per_hour:
         "parameters": done[0]["numbers"]["parameters"],
         "train_time_s": seconds,
         "peak_memory_gib": max(run["numbers"]["peak_memory_gib"] or 0.0 for run in done),
+        "stages": _told(run["stage"] for run in done),
         "device": _told(run["machine"] for run in done),
         "energy_wh": _median(run["numbers"]["energy_wh"] for run in done),
         "cost_dollars": cost.dollars(price, seconds) if seconds and price else None,

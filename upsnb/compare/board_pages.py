@@ -40,6 +40,7 @@ COSTS = {  # of its second table
     "memory [GiB]": "peak of the process that needed most",
     "energy [Wh]": "of the GPUs, by their own word; median over seeds",
     "price [$]": "of that time on this machine",
+    "answered by": "the stage whose model was judged: the last one that has paid",
     "test opened": "how often runs of this model were evaluated on the test split",
     "trained on": "the device",
     "origin": "here: these runs were executed on this machine; imported: on another one",
@@ -58,7 +59,7 @@ th.text,td.text{text-align:left}td.text{white-space:normal;min-width:7em}
 tr.first td{font-weight:600;background:#f2f7fb}tr.reference td{color:#666;font-style:italic}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 1.2em;max-width:120ch}dt{font-weight:600}dd{margin:0}
 summary{cursor:pointer}"""
-TEXTS = ("model", "why no rank", "trained on", "origin", "code")
+TEXTS = ("model", "why no rank", "answered by", "trained on", "origin", "code")
 
 
 def tables(report: Mapping) -> dict[str, pd.DataFrame]:
@@ -96,6 +97,7 @@ def _model(row: Mapping) -> dict:
         "memory [GiB]": row["peak_memory_gib"],
         "energy [Wh]": row["energy_wh"],
         "price [$]": row["cost_dollars"],
+        "answered by": row["stages"],
         "test opened": row["opened"],
         "trained on": row["device"],
         "origin": row["origin"],

@@ -121,6 +121,7 @@ def generated(config: DatasetConfig) -> GenerateConfig:
         "parameters": family.parameters | one | made.parameters,
         "resolution": made.resolution or family.resolution,
         "num_times": (made.num_times or family.num_times) if family.time_dependent else 1,
+        "until": (made.until or family.time_range[1]) if family.time_dependent else None,
     }
     return made.model_copy(update=added)
 
@@ -130,6 +131,8 @@ def generated_path(config: DatasetConfig, root: Path) -> Path:
     family, made = family_of(config), generated(config)
     parts = [family.file_stem, *(f"{name}{value:g}" for name, value in made.parameters.items())]
     parts += [f"n{made.num_samples}", f"x{made.resolution}", *([f"t{made.num_times}"] if family.time_dependent else [])]
+    if made.until not in (None, family.time_range[1]):
+        parts.append(f"until{made.until:g}")
     return root / "generated" / f"{'_'.join(parts)}_seed{made.seed}.hdf5"
 
 
@@ -163,7 +166,8 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
             told_s = time.monotonic()
             log(f"generating {path.name}: {done} of {of} samples")
 
-    generate(family, path, made.num_samples, made.parameters, made.resolution, made.num_times, made.seed, tell)
+    size = made.num_samples, made.parameters, made.resolution, made.num_times
+    generate(family, path, *size, made.seed, made.until, tell)
 
 
 def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> None:

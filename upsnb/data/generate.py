@@ -10,11 +10,10 @@ import h5py
 import numpy as np
 import yaml
 
-from upsnb.data.layouts import AXES, Family
+from upsnb.data.layouts import AXES, GENERATOR, Family
 from upsnb.errors import DataError
 from upsnb.solvers.waves import Sample
 
-GENERATOR = "upsnb.data.generate"  # value of the attribute that tells these files from released ones
 DARCY_TIMES = np.arange(10, dtype=np.float32) * np.float32(0.25)  # released files carry them; the one frame is steady
 
 
@@ -53,6 +52,7 @@ def generate(
     resolution: int | None = None,
     num_times: int | None = None,
     seed: int = 0,
+    until: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write solutions of a family's equation as one file of its layout, in float32.
@@ -61,7 +61,7 @@ def generate(
         path: an existing file is replaced, at once, when the new one is complete. What a call has done that was
             interrupted stays beside it, and the same call goes on from there.
         parameters: those that are not the row's own.
-        resolution: grid points per axis; None: the row's, as for `num_times`.
+        resolution: grid points per axis; None: the row's, as for `num_times` and `until`, the last of them.
         progress: called with (samples done, of all).
 
     Raises:
@@ -73,7 +73,10 @@ def generate(
     parameters = {name: float(value) for name, value in {**family.parameters, **(parameters or {})}.items()}
     frames = {"num_times": (num_times, 2)} if family.time_dependent else {}
     _check(family, path, parameters, num_samples=(num_samples, 1), resolution=(resolution, 4), **frames)
-    times = np.linspace(*family.time_range, num_times) if family.time_dependent else np.zeros(1)
+    start, end = family.time_range[0], until or family.time_range[1]
+    if family.time_dependent and end <= start:
+        raise DataError(f"{path}: the last time is {end:g} -> it must come after {start:g}, the first")
+    times = np.linspace(start, end, num_times) if family.time_dependent else np.zeros(1)
     plan = Plan(family, num_samples, parameters, resolution, times, seed)
     begin, add = WRITERS[family.layout]
     with _unfinished(path, str(plan)) as handle:

@@ -279,6 +279,28 @@ def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:
     return plots.prediction_truth_error_1d(x, *rows[-1], times, quantity=quantity, title=title)
 
 
+def members(dataset: Dataset, truth, drawn) -> Figure:
+    """What a model draws of one sample, beside the truth: over space and time in 1-D, else at the last time.
+
+    Args:
+        truth: (T, C, *grid) physical, the frames that are forecast.
+        drawn: (members, T, C, *grid).
+    """
+    family, truth, drawn = dataset.family, np.asarray(truth)[:, 0], np.asarray(drawn)[:, :, 0]
+    quantity = family.quantity(family.output_channels[0])
+    error, spread = np.sqrt(np.mean((drawn.mean(0) - truth) ** 2)), np.sqrt(drawn.var(0, ddof=1).mean())
+    title = f"{dataset.name}, {len(drawn)} members of one sample: their mean errs by {error:.2g}, their spread is {spread:.2g}"
+    if truth.ndim == 2:
+        times = dataset.source.times[dataset.frames][-len(truth) :]
+        x = dataset.source.coordinates[0]
+        return plots.members_1d(x, times, truth, drawn, quantity=quantity, title=title)
+    extent = family.domain[0] + family.domain[1]
+    fields = np.stack([_upright(member[-1]) for member in drawn])
+    return plots.members_2d(
+        _upright(truth[-1]), fields, quantity=quantity, extent=extent, title=title + SLICE * (truth.ndim == 4)
+    )
+
+
 def _upright(field: np.ndarray) -> np.ndarray:
     """Files hold (x, y), images want rows of y; of (x, y, z) the middle slice."""
     field = np.asarray(field)

@@ -51,3 +51,11 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def verdict(gate: dict) -> str:
+    """Whether a stage has paid, by its `gate` event: `pass: 0.81 (0.78 to 0.84) of the error of finetune`."""
+    if gate["ratio"] is None:
+        return f"{gate['verdict']} against {gate['against']}"
+    low, high = (number(value, 3) for value in gate["ci95"])
+    return f"{gate['verdict']}: {number(gate['ratio'], 3)} ({low} to {high}) of the error of {gate['against']}"

@@ -144,14 +144,15 @@ def rollout_error(
     quartiles: Mapping[str, ArrayLike] | None = None,
     given_until: float | None = None,
     lost_at: float | None = None,
+    quantity: str = "nRMSE [-]",
     title: str = "",
 ) -> Figure:
-    """nRMSE as the forecast goes on, model beside persistence.
+    """An error as the forecast goes on, model beside persistence, or models beside each other.
 
     Args:
         times: (T,) forecast times.
-        curves: name -> (T,) nRMSE.
-        quartiles: name -> (2, T) nRMSE between which the middle half of the samples lies; shaded behind the curve.
+        curves: name -> (T,) nRMSE, or what `quantity` says.
+        quartiles: name -> (2, T) errors between which the middle half of the samples lies; shaded behind the curve.
         given_until: time of the last given frame; everything up to it is marked as input.
         lost_at: time from which on the model's forecast is correlated with the truth by less than 0.8.
     """
@@ -170,8 +171,126 @@ def rollout_error(
         ax.set_xlim(left=start)
     if lost_at is not None:
         ax.axvline(lost_at, color=PURPLE, linestyle=":", linewidth=1.2, label="correlation lost")
-    ax.set(xlabel=label("time t"), ylabel=label("nRMSE"), yscale="log")
+    ax.set(xlabel=label("time t"), ylabel=quantity, yscale="log")
     legend(ax)
+    return figure
+
+
+@styled
+def correlations(times: ArrayLike, curves: Mapping[str, ArrayLike], *, title: str = "") -> Figure:
+    """Correlation with the truth as forecasts of chaos go on, and the 0.8 below which they count as lost.
+
+    Args:
+        times: (T,) forecast times.
+        curves: name -> (T,) correlation.
+    """
+    figure = empty_figure(4.8, 3.1, title)
+    ax = figure.subplots()
+    for name, look in looks(curves).items():
+        ax.plot(times, curves[name], **look, label=name)
+    ax.axhline(0.8, color=GREY, linestyle=":", linewidth=1.2, label="lost below")
+    ax.set(xlabel=label("time t"), ylabel=label("correlation with the truth"), ylim=(min(0.0, ax.get_ylim()[0]), 1.03))
+    legend(ax)
+    return figure
+
+
+@styled
+def calibration(times: ArrayLike, spread: ArrayLike, error: ArrayLike, ranks: ArrayLike, *, title: str = "") -> Figure:
+    """Whether an ensemble differs as much as it errs: both over time, and how often the truth has which rank.
+
+    Args:
+        times: (T,) forecast times.
+        spread, error: (T,) of the members, and of their mean.
+        ranks: (M + 1,) shares of points by how many members lie below the truth.
+    """
+    figure = empty_figure(7.2, 2.7, title)
+    over_time, places = figure.subplots(1, 2)
+    mark = {"marker": "o", "markersize": point_size(len(times))}
+    over_time.plot(times, positive(error), color=BLACK, **mark, label="error of the mean")
+    over_time.plot(times, positive(spread), color=BLUE, **mark, label="spread of the members")
+    over_time.set(xlabel=label("time t"), ylabel=label("root mean square", "standard deviations"), yscale="log")
+    legend(over_time)
+    even = 1 / len(ranks)
+    places.bar(range(len(ranks)), ranks, width=0.9, color=BLUE, label="found")
+    places.axhline(even, color=BLACK, linestyle="--", linewidth=1.2, label=f"calibrated, {even:.3g} each")
+    places.set(xlabel=label("members below the truth"), ylabel=label("share of points"))
+    legend(places)
+    return figure
+
+
+@styled
+def cost(time_ms: Mapping[str, float], error: Mapping[str, float], quantity: str, *, title: str = "") -> Figure:
+    """An error over the time that a forecast takes, a named dot each; down and to the left is better."""
+    figure = empty_figure(4.8, 2.8, title)
+    ax = figure.subplots()
+    for name, look in looks(error).items():
+        ax.plot([time_ms[name]], positive([error[name]]), "o", markersize=7, color=look["color"], label=name)
+    ax.set(xscale="log", xlabel=label("forecast of a sample", "ms"), ylabel=quantity, ylim=(0, None))
+    ax.margins(0.2)
+    legend(ax)
+    return figure
+
+
+@styled
+def members_1d(
+    x: ArrayLike, times: ArrayLike, truth: ArrayLike, members: ArrayLike, *, quantity: str = "u [-]", title: str = ""
+) -> Figure:
+    """Space-time images of the truth, two members and their spread; below, all of them at the middle of the domain.
+
+    Args:
+        x, times: (N,) and (T,) coordinates, evenly spaced and increasing.
+        truth: (T, N).
+        members: (M, T, N), two at least.
+    """
+    x, times, truth, members = (np.asarray(a, dtype=float) for a in (x, times, truth, members))
+    norm, extent, spread = value_range(truth), edges(x) + edges(times), members.std(axis=0, ddof=1)
+    figure = empty_figure(7.2, 4.6, title)
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1.1, 1])
+    images = {"truth": truth, "one member": members[0], "another": members[1], "spread": spread}
+    for ax, (name, values) in zip(upper.subplots(1, 4), images.items(), strict=True):
+        colours = (INPUT_COLOURS, value_range(spread)) if name == "spread" else (FIELD_COLOURS, norm)
+        bar = {"another": quantity, "spread": label("spread")}.get(name, "")
+        draw_image(ax, values, extent, *colours, bar)
+        ax.set(title=name, xlabel=label("x"), ylabel=label("time t") if name == "truth" else "")
+        ax.tick_params(labelleft=name == "truth")
+    ax, middle = lower.subplots(), len(x) // 2
+    low, high = np.quantile(members[:, :, middle], (0.05, 0.95), axis=0)
+    ax.fill_between(times, low, high, color=BLUE, alpha=0.22, linewidth=0, label="nine tenths of the members")
+    for number, member in enumerate(members[:5, :, middle]):
+        ax.plot(times, member, color=BLUE, linewidth=0.7, alpha=0.7, label="_" * (number > 0) + "five of them")
+    ax.plot(times, truth[:, middle], color=BLACK, linewidth=1.8, label="truth")
+    name, _, unit = quantity.partition(" [")
+    ax.set(xlabel=label("time t"), ylabel=f"{name} at x = {x[middle]:.3g} [{unit}")
+    legend(ax, 3)
+    return figure
+
+
+@styled
+def members_2d(
+    truth: ArrayLike,
+    members: ArrayLike,
+    *,
+    quantity: str = "u [-]",
+    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
+    title: str = "",
+) -> Figure:
+    """One field of the truth, two members, their mean and their spread.
+
+    Args:
+        truth: (ny, nx).
+        members: (M, ny, nx), two at least.
+    """
+    truth, members = np.asarray(truth, float), np.asarray(members, float)
+    norm, spread = value_range(truth), members.std(axis=0, ddof=1)
+    figure = empty_figure(8.2, 2.0, title)
+    images = {"truth": truth, "one member": members[0], "another": members[1], "mean": members.mean(0)}
+    axes = figure.subplots(1, 5, sharex=True, sharey=True)
+    for ax, (name, values) in zip(axes, images.items()):
+        draw_image(ax, values, extent, FIELD_COLOURS, norm, quantity if name == "mean" else "")
+        ax.set(title=name, xlabel=label("x"), aspect="equal")
+    draw_image(axes[-1], spread, extent, INPUT_COLOURS, value_range(spread), label("spread"))
+    axes[-1].set(title="spread", xlabel=label("x"), aspect="equal")
+    axes[0].set_ylabel(label("y"))
     return figure
 
 

@@ -14,7 +14,7 @@ from upsnb.data import audit
 from upsnb.data.datasets import Dataset
 from upsnb.phases import names_on
 from upsnb.report.figures import RunFigures, end_of_last_launch, fall, read_evaluation
-from upsnb.report.file import finish, number
+from upsnb.report.file import finish, number, verdict
 from upsnb.report.style import save_all
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
@@ -75,7 +75,7 @@ def run_numbers(run: Run) -> dict:
         "epoch_s": _epoch_s(steps),
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
-        "stages": _stages(events),
+        "stages": stages(events),
         "loss": fall([step["loss"] for step in steps]),
         "compile_s": _total(events, "compile", "duration_s"),
         "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
@@ -97,7 +97,7 @@ def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
     return said[-1].get("phases_on", started) if said else started
 
 
-def _stages(events: list[dict]) -> list[dict]:
+def stages(events: list[dict]) -> list[dict]:
     """How long each stage trained, how fast, and how its last validation found it; nothing where there is only one."""
     found, before = [], {"step": 0, "time_s": 0.0}
     names = dict.fromkeys(event["stage"] for event in events if event["kind"] == "step")
@@ -333,15 +333,8 @@ def _of_stage(known: dict) -> str:
     return (
         f"stage {known['stage']}: {known['steps']} steps in {number(known['train_time_s'])} s, "
         f"{number(known['samples_per_s']['median'])} samples/s; its last validation nRMSE: {errors}"
-        + (f"; {_of_gate(known['gate'])}" if known.get("gate") else "")
+        + (f"; {verdict(known['gate'])}" if known.get("gate") else "")
     )
-
-
-def _of_gate(gate: dict) -> str:
-    if gate["ratio"] is None:
-        return f"against {gate['against']}: {gate['verdict']}"
-    low, high = map(number, gate["ci95"])
-    return f"against {gate['against']}: {gate['verdict']}, {number(gate['ratio'])} of its error ({low} to {high})"
 
 
 def data_table(datasets: dict[str, Dataset]) -> pd.DataFrame:

@@ -33,6 +33,7 @@ from upsnb.runs.processes import is_alive
 FORMAT = 1  # version of manifest.json and control.json
 CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
 CHECKPOINTS, FIGURES = "checkpoints", "figures"
+STAGES = "stages"  # what each stage of several has ended with: weights, and what they were worth on validation
 GLANCE = "glance.npz"  # what the model makes of one validation sample of each dataset, as of the last validation
 NOTES = "notes.json"  # what people wrote about the run
 REVISION = ".revision"  # in a project that was sent to another machine: the commit of its code
@@ -256,6 +257,18 @@ def write_notes(folder: Path, **changes) -> dict:
         notes = {"format": FORMAT, **read_notes(folder), **changes}
         write_json(folder / NOTES, notes)
     return notes
+
+
+def measured(folder: Path, stage: str) -> dict[str, dict]:
+    """What a stage's forecasts were worth at its end, on the validation split; empty where that is not known.
+
+    Returns:
+        as of `evaluation.evaluate_ensembles`
+    """
+    try:
+        return read_json(Path(folder) / STAGES / f"{stage}.json", None)
+    except FileNotFoundError:
+        return {}
 
 
 # -- control -------------------------------------------------------------------------------------------------------

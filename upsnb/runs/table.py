@@ -29,6 +29,7 @@ COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps
     "train_time_s": "float64",
     "num_ranks": "Int64",
     "device": "string",
+    "stage": "string",
     "phases_on": "string",
     "steps": "Int64",
     "split": "string",
@@ -50,6 +51,7 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
     Columns, with missing values for what a run did not get to:
         run: name below `root`, for `Run.attach(root / name)`; `status`: as `Run.status`, or "unreadable".
         created: local time. train_time_s: time spent training, over all launches [s].
+        stage: whose errors these are: the one that answers for a run of several, else the one that trains.
         phases_on: names of the phases that were on at last.
         nrmse_<dataset>: one column a dataset, rolled out to the end of the trajectory where there is a time; on
         `split`: the reported one of a run that got there, else of its last validation. Of distinct samples alone where
@@ -112,6 +114,7 @@ class _Row(Shape):
     num_ranks: Count | None
     device: str | None
     steps: Count
+    stage: str | None
     split: str | None
     samples_per_s: float | None
     ci95_low: float | None
@@ -147,6 +150,7 @@ def _of_run(folder: Path) -> dict:
         values |= _validated(folder)
     causes, notes = "; ".join(filter(None, (cause, *damage))), runfolder.read_notes(folder)
     said = {"cause": causes or None, "tags": ", ".join(notes["tags"]) or None, "note": notes["note"] or None}
+    values["stage"] = manifest.get("answers") or manifest.get("stage")
     return {**values, "status": status, "created": datetime.fromtimestamp(manifest["created"]), **said}
 
 

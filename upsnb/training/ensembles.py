@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from upsnb.training import metrics
+
 COVERAGES = (0.5, 0.9)  # shares of the truth that central intervals of the members are to hold
 
 
@@ -43,7 +45,8 @@ def sample_statistics(members: Tensor, truth: Tensor, scale: Tensor) -> dict[str
         Means over grid points, float64: `crps` (B, T, C) fair; `mean_error_square` and `variance` (B, T, C) of the
         members' mean, and unbiased among them; `truth_square` (B, T, C); `correlation` (B, T, C) of their mean with the
         truth; `covered` (B, T, C, len(COVERAGES)) shares of points, NaN where the members are too few to say; `rank`
-        (B, T, C, M + 1) shares of points by how many members lie below the truth.
+        (B, T, C, M + 1) shares of points by how many members lie below the truth;
+        `energy` (B, 2, C, K) `metrics.energy_spectrum` at the last time, of the truth and of a member on average.
     """
     space = tuple(range(3, truth.ndim))
     unit = scale.double().view(-1, *(1,) * len(space))
@@ -51,6 +54,8 @@ def sample_statistics(members: Tensor, truth: Tensor, scale: Tensor) -> dict[str
     mean, count = members.mean(0), len(members)
     below = (members < truth).sum(0)
     own, true = (field - field.mean(space, keepdim=True) for field in (mean, truth))
+    last = torch.cat((truth[None, :, -1], members[:, :, -1]))  # (1 + M, B, C, *grid)
+    energy = metrics.energy_spectrum(last)[1]
     return {
         "crps": fair_crps(members, truth).mean(space),
         "mean_error_square": (mean - truth).square().mean(space),
@@ -59,6 +64,7 @@ def sample_statistics(members: Tensor, truth: Tensor, scale: Tensor) -> dict[str
         "correlation": (own * true).mean(space) / (own.square().mean(space) * true.square().mean(space)).sqrt(),
         "covered": torch.stack([_covered(members, truth, share).mean(space) for share in COVERAGES], dim=-1),
         "rank": torch.stack([(below == rank).double().mean(space) for rank in range(count + 1)], dim=-1),
+        "energy": torch.stack((energy[0], energy[1:].mean(0)), dim=1),
     }
 
 
@@ -79,6 +85,7 @@ def _covered(members: Tensor, truth: Tensor, share: float) -> Tensor:
 def reduce(parts: Sequence[dict[str, Tensor]]) -> dict:
     """What a split's ensembles are worth, over all samples, frames and channels, and by sample and frame.
 
+    spectrum: energy by wavenumber at the last time, of the truth and of a member, which a mean would smooth.
     spread_skill: sqrt((M + 1) / M mean variance) over the root mean square error of the members' mean: 1 where an
     ensemble is as wide as it errs, less where it is too sure of itself.
     """
@@ -86,6 +93,7 @@ def reduce(parts: Sequence[dict[str, Tensor]]) -> dict:
     count = found["rank"].shape[-1] - 1
     wide, off = (found[key].mean((0, 2)) for key in ("variance", "mean_error_square"))
     wide = (count + 1) / count * wide
+    true, drawn = found["energy"].mean((0, 2))
     return {
         "members": count,
         "crps": found["crps"].mean().item(),
@@ -93,6 +101,7 @@ def reduce(parts: Sequence[dict[str, Tensor]]) -> dict:
         "spread_skill": (wide.mean() / off.mean()).sqrt().item(),
         "coverage": dict(zip(map("{:.0%}".format, COVERAGES), found["covered"].mean((0, 1, 2)).tolist())),
         "rank_histogram": found["rank"].mean((0, 1, 2)).tolist(),
+        "spectrum": {"wavenumber": list(range(len(true))), "truth": true.tolist(), "members": drawn.tolist()},
         "per_sample": {"crps": found["crps"].mean((1, 2)).tolist()},
         "per_time": {
             "crps": found["crps"].mean((0, 2)).tolist(),

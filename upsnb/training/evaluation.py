@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,13 +157,13 @@ def evaluate_ensembles(
     `config.samples_per_call` forecasts are computed at a time.
 
     Returns:
-        {dataset: as of `ensembles.reduce`, and "samples"; where there is a time, "times" and the "correlation_time" of
-        the members' mean}
+        {dataset: as of `ensembles.reduce`, and "samples", "forecast_s" of all members of one; where there is a time,
+        "times" and the "correlation_time" of the members' mean}
     """
     was_training, members, results = model.training, config.members if model.draws else 1, {}
     model.eval()
     for name, dataset in datasets.items():
-        samples, moves, parts = dataset.splits[split], dataset.spec.time_dependent, []
+        samples, moves, parts, spent_s = dataset.splits[split], dataset.spec.time_dependent, [], []
         share, at_once = samples[ranks.rank :: ranks.world_size], max(1, config.samples_per_call // members)
         for start in range(0, len(share), at_once):
             alive()
@@ -171,14 +172,16 @@ def evaluate_ensembles(
             first = dataset.given_frames if moves else 0
             given, truth = inputs[:, :first] if moves else inputs, targets[:, first:]
             asked = name, given, parameters, dataset.dt, truth.shape[1], members, chosen
-            scale = torch.tensor(dataset.spec.output_std)
-            parts.append(ensembles.sample_statistics(model.ensemble(*asked).cpu(), truth.cpu(), scale))
+            began, scale = time.perf_counter(), torch.tensor(dataset.spec.output_std)
+            drawn = model.ensemble(*asked).cpu()
+            spent_s.append((time.perf_counter() - began) / len(chosen))
+            parts.append(ensembles.sample_statistics(drawn, truth.cpu(), scale))
         gathered = [part for rank in parallel.all_gather_objects(ranks, parts) for part in rank]
         if not gathered:
             continue
         results[name] = found = ensembles.reduce(gathered)
         shares = [samples[rank :: ranks.world_size] for rank in range(ranks.world_size)]
-        found["samples"] = np.concatenate(shares).tolist()
+        found |= {"samples": np.concatenate(shares).tolist(), "forecast_s": float(np.median(spent_s or [math.nan]))}
         if moves:
             times, until = dataset.source.times[dataset.frames[dataset.given_frames :]], _given_until(dataset)
             lasts, lost = metrics.correlation_time(times, found["per_time"]["correlation"], until)

@@ -17,9 +17,9 @@ from torch import Tensor
 from upsnb.config import OPERATOR, RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
+from upsnb.runs.events import without_nonfinite
 from upsnb.runs.throughput import NUM_RESAMPLES
 
-FOLDER = "stages"
 FEWEST = 8  # validation samples that a verdict needs
 PASS, NO_GAIN, HARM, NOT_MEASURABLE = "pass", "no gain", "harm", "not measurable"
 
@@ -41,10 +41,14 @@ def judge(found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[f
     Returns:
         {"verdict", "ratio", "ci95", "samples"}
     """
-    pairs = [np.array([found[name], control[name]], float) for name in found]
+    pairs = [np.array([found[name], control[name]], float) for name in found if name in control]
     samples = min((pair.shape[1] for pair in pairs), default=0)
     nothing = {"verdict": NOT_MEASURABLE, "ratio": None, "ci95": [None, None], "samples": samples}
-    if samples < FEWEST or not all(np.isfinite(pair).all() and pair[1].sum() > 0 for pair in pairs):
+    if (
+        samples < FEWEST
+        or len(pairs) < len(found)
+        or not all(np.isfinite(pair).all() and pair[1].sum() > 0 for pair in pairs)
+    ):
         return nothing
     draws, drawn = np.random.default_rng(0), 0.0
     for pair in pairs:
@@ -72,10 +76,23 @@ def note(folder: Path, stage: str, verdict: str) -> None:
         runfolder.update_manifest(folder, answers=stage)
 
 
-def keep(folder: Path, stage: str, weights: Mapping[str, Tensor]) -> None:
-    """Write the weights that a stage ends with, whole and on the host, in one step."""
-    path = folder / FOLDER / f"{stage}.pt"
+def errors(measured: Mapping[str, Mapping]) -> dict[str, list[float]]:
+    """What stages are judged by, out of what `evaluate_ensembles` found: CRPS of each sample in order, by dataset."""
+    return {
+        name: [score for _, score in sorted(zip(found["samples"], found["per_sample"]["crps"], strict=True))]
+        for name, found in measured.items()
+    }
+
+
+def keep(folder: Path, stage: str, weights: Mapping[str, Tensor], found: Mapping[str, dict]) -> None:
+    """Write what a stage ends with, whole and on the host: its measures, and in one step its weights.
+
+    Args:
+        found: of `evaluate_ensembles`, on the validation split.
+    """
+    path = folder / runfolder.STAGES / f"{stage}.pt"
     path.parent.mkdir(exist_ok=True)
+    runfolder.write_json(path.with_suffix(".json"), without_nonfinite(found))
     unfinished = path.with_name(f".{path.name}")
     torch.save(dict(weights), unfinished)
     os.replace(unfinished, path)
@@ -83,7 +100,7 @@ def keep(folder: Path, stage: str, weights: Mapping[str, Tensor]) -> None:
 
 def is_kept(folder: Path, stage: str) -> bool:
     """Whether there are any."""
-    return (folder / FOLDER / f"{stage}.pt").exists()
+    return (folder / runfolder.STAGES / f"{stage}.pt").exists()
 
 
 def kept(folder: Path, stage: str) -> dict[str, Tensor]:
@@ -92,7 +109,7 @@ def kept(folder: Path, stage: str) -> dict[str, Tensor]:
     Raises:
         RunError: they are not there, or cannot be read.
     """
-    path = Path(folder) / FOLDER / f"{stage}.pt"
+    path = Path(folder) / runfolder.STAGES / f"{stage}.pt"
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:

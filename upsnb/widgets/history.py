@@ -153,6 +153,7 @@ class History:
     relaunching: bool = False  # for a cold flip, until that is answered
     evaluations: list[dict] = field(default_factory=list)  # `eval` events
     best_step: int | None = None  # of the best of them
+    gates: dict[str, dict] = field(default_factory=dict)  # by stage, its `gate` event
     checkpoint: dict | None = None
     message: str = ""  # what the run said last, in words
     warnings: list[dict] = field(default_factory=list)
@@ -234,6 +235,8 @@ class History:
         elif kind == "eval":
             self.evaluations.append(event)
             self.best_step = event["step"] if event["best"] else self.best_step
+        elif kind == "gate":
+            self.gates[event["stage"]] = event
         elif kind == "restored":
             self._restored[event["revision"]] = event
         elif kind == "checkpoint":

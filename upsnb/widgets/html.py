@@ -13,6 +13,7 @@ from pathlib import Path
 from upsnb.config import StagesConfig
 from upsnb.phases import Phase, label
 from upsnb.report import figures
+from upsnb.report.file import verdict
 from upsnb.widgets.history import Flip, History, letter, plain
 from upsnb.widgets.progress import duration
 
@@ -93,6 +94,7 @@ def header(
         facts.append(f"step <b>{history.step:,}</b>")
     if history.num_launches > 1:
         facts.append(f"launch {history.num_launches}")
+    facts += (f"{escape(stage)}: {escape(verdict(gate))}" for stage, gate in history.gates.items())
     facts.append(f"{duration(wall_s)} elapsed")
     share, left_s = history.progress()
     if alive and math.isfinite(left_s):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from upsnb.config import OPERATOR
+from upsnb.report.file import verdict
 
 EVERY_S = 5.0  # between two lines at first
 SLOWER = 0.03  # of the time so far: a night of training prints a few hundred lines, not ten thousand
@@ -51,6 +52,8 @@ class Progress:
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
             self._log(f"step {event['step']:,} | validation nRMSE: {errors}{', the best so far' * event['best']}")
+        elif kind == "gate":
+            self._log(f"step {event['step']:,} | {event['stage']}: {verdict(event)}")
         elif kind == "flip":
             self._log(_flipped(event))
         elif kind == "relaunch":

@@ -10,6 +10,7 @@ import torch
 
 from upsnb.config import RunConfig
 from upsnb.models.surrogate import Surrogate
+from upsnb.runs import runfolder
 from upsnb.runs.runfolder import EventWriter
 from upsnb.spans import outside_step
 from upsnb.training import checkpoint, evaluation, gates, parallel, stages
@@ -53,19 +54,14 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
         return None
     against, began, verdict = gates.control(config, setup.stage), time.perf_counter(), ""
     with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
-        if ranks.rank == 0:
-            gates.keep(folder, setup.stage, {name: value.cpu() for name, value in model.state_dict().items()})
-        parallel.barrier(ranks)
-        if against:
-            judged = setup.datasets, "validation", config.evaluation, ranks, alive
-            compared = (model, ended(setup, folder, against)) if gates.is_kept(folder, against) else ()
-            both = [evaluation.evaluate_ensembles(each, *judged) for each in compared]
-            errors = [{name: found["per_sample"]["crps"] for name, found in results.items()} for results in both]
-            found = gates.judge(*errors) if both else gates.judge({}, {})
-            verdict = found["verdict"]
-            if ranks.rank == 0:
-                events.write("gate", step, against=against, duration_s=round(time.perf_counter() - began, 3), **found)
+        weights = {name: value.cpu() for name, value in model.state_dict().items()}
+        found = evaluation.evaluate_ensembles(model, setup.datasets, "validation", config.evaluation, ranks, alive)
     if ranks.rank == 0:
+        gates.keep(folder, setup.stage, weights, found)
+        if against:
+            judged = gates.judge(*map(gates.errors, (found, runfolder.measured(folder, against))))
+            verdict, spent_s = judged["verdict"], round(time.perf_counter() - began, 3)
+            events.write("gate", step, against=against, duration_s=spent_s, **judged)
         gates.note(folder, setup.stage, verdict)
     parallel.barrier(ranks)
     return gates.answering(folder)
