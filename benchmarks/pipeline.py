@@ -3,8 +3,8 @@
     python benchmarks/pipeline.py    # 40 quiet minutes; writes outputs/reference/pipeline/
 
 Kuramoto-Sivashinsky flow, which is chaotic, and Darcy flow, where there ought to be nothing to gain: the runs of
-params/pipeline_*.yaml, whose `finetune` and `crps` begin at the operator's weights and have the same time. Gates look at
-the validation split. The numbers here are of the test split, by the weights that each stage ended with.
+params/pipeline_*.yaml, whose `finetune` and `crps` begin at the operator's weights and have the same time. Gates look
+at the validation split. The numbers here are of the test split, by the weights that each stage ended with.
 """
 
 import argparse

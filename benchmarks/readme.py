@@ -30,6 +30,7 @@ from upsnb.phases import EXTRAS, PHASES
 from upsnb.profile import figures as profile_figures
 from upsnb.profile import report as profiling
 from upsnb.report import results
+from upsnb.report.file import number
 from upsnb.rules import CONFLICTS
 from upsnb.runs.runfolder import REPORT
 
@@ -187,6 +188,34 @@ def finetune(report: Mapping) -> str:
         if (mine := [row for row in each if row["arm"] == arm]) and (rolled := [row["rollout_nrmse"] for row in mine])
     ]
     return f"{report['time_s']:g} s for each training, {where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
+
+
+def pipeline(report: Mapping) -> str:
+    """What each stage reached on the test split, and the verdicts of its gate."""
+    rows = []
+    for preset, each in report["presets"].items():
+        for stage in dict.fromkeys(row["stage"] for row in each):
+            mine = [row for row in each if row["stage"] == stage]
+            scores = [row["crps"] for row in mine]
+            lasts = [row["correlation_time"] for row in mine if "correlation_time" in row]
+            gates = [row["gate"] for row in mine if row["gate"]]
+            said = [f"{gate['verdict']} ({number(gate['ratio'], 3)})" for gate in gates]
+            rows.append(
+                {
+                    "settings": preset,
+                    "stage": stage,
+                    "CRPS, median": f"{median(scores):.4g}",
+                    "of each seed": ", ".join(f"{value:.4g}" for value in scores),
+                    "nRMSE of the mean": f"{median(row['mean_nrmse'] for row in mine):.3g}",
+                    "correlated for": f"{median(lasts):.3g}" if lasts else "",
+                    "spread / skill": f"{median(row['spread_skill'] for row in mine):.2f}" * (mine[0]["members"] > 1),
+                    "forecast [ms]": f"{1e3 * median(row['forecast_s'] for row in mine):.3g}",
+                    "verdicts": ", ".join(said),
+                }
+            )
+    whole = {preset: median(row["run_s"] for row in each) / 60 for preset, each in report["presets"].items()}
+    took = ", ".join(f"{preset} {minutes:.1f} minutes" for preset, minutes in whole.items())
+    return f"{where(report)}; from nothing to the last gate: {took}.\n\n{markdown(pd.DataFrame(rows))}"
 
 
 def eleven(report: Mapping) -> str:
@@ -416,6 +445,7 @@ SECTIONS = {
     "leaderboard": lambda: of_each(leaderboard, "leaderboard"),
     "eleven": lambda: of_each(eleven, "eleven"),
     "finetune": lambda: of_each(finetune, "finetune"),
+    "pipeline": lambda: of_each(pipeline, "pipeline"),
     "wrapper": lambda: wrapper(read("wrapper/wrapper.json")),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),

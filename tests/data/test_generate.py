@@ -345,3 +345,33 @@ def test_impossible_settings_are_refused_before_a_file_appears(tmp_path, name, s
     with pytest.raises(DataError, match=found):
         make(tmp_path / "a.h5", name, **setting)
     assert not list(tmp_path.iterdir())
+
+
+# --- longer than the published ones ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kuramoto1d", "diffreact2d"])  # of one array, and of groups
+def test_a_longer_trajectory_begins_as_a_shorter_one_does_and_is_read_to_its_end(name, tmp_path):
+    family, points = FAMILIES[name], 16
+    end = family.time_range[1]
+    short = open_source(name, generate(family, tmp_path / "short.h5", 2, resolution=points, num_times=3))
+    long = open_source(name, generate(family, tmp_path / "long.h5", 2, resolution=points, num_times=5, until=2 * end))
+    np.testing.assert_allclose(long.times, np.linspace(family.time_range[0], 2 * end, 5), rtol=1e-6)
+    (earlier, _), (whole, _) = (source.read([0, 1], range(3)) for source in (short, long))
+    np.testing.assert_allclose(whole, earlier, rtol=1e-5, atol=1e-5)
+    assert np.abs(long.read([0], [4])[0] - whole[:1, -1:]).max() > 1e-3, "and it goes on"
+
+
+def test_a_released_file_that_ends_elsewhere_is_still_refused(tmp_path):
+    path = generate(
+        FAMILIES["advection1d"], tmp_path / "1D_Advection_Sols_beta0.4.hdf5", 2, {"beta": 0.4}, 32, 5, until=4.0
+    )
+    with h5py.File(path, "a") as handle:
+        del handle.attrs["generator"]
+    with pytest.raises(DataError, match="runs from 0 to 4 over 5 frames"):
+        open_source("advection1d", path)
+
+
+def test_an_end_before_the_beginning_is_refused(tmp_path):
+    with pytest.raises(DataError, match="the last time is -1 -> it must come after 0"):
+        make(tmp_path / "a.h5", "advection1d", until=-1.0)

@@ -95,6 +95,9 @@ def test_what_is_not_said_of_generated_data_is_its_rows(tmp_path):
         "ReacDiff_Nu0.5_rho2_n128_x128_t41_seed0.hdf5"
     )
     assert name(family="shallowwater2d", generate={"resolution": 16}) == "2D_rdb_n128_x16_t26_seed0.hdf5"
+    longer = name(family="kuramoto1d", generate={"until": 120.0})
+    assert longer == "1D_KuramotoSivashinsky_nu1_n128_x128_t41_until120_seed0.hdf5"
+    assert name(family="kuramoto1d", generate={"until": 32.0}) == "1D_KuramotoSivashinsky_nu1_n128_x128_t41_seed0.hdf5"
     assert name(family="darcy2d", generate={"parameter": 0.1}) == "2D_DarcyFlow_beta0.1_n128_x64_seed0.hdf5"
 
 

@@ -7,6 +7,8 @@ import torch
 from upsnb.errors import ConfigError, DataError, RunError
 from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import inference
+from upsnb.models.surrogate import Surrogate
+from upsnb.models.wrapped import Wrapped
 from upsnb.report import results
 from upsnb.runs import handle, runfolder
 from upsnb.training import gates, stages
@@ -15,6 +17,14 @@ from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, idle_settings, load_model
 
 NAME = "crps"
+FNO = {
+    "model": {
+        "build": "upsnb.models.fno:FNO",
+        "settings": {"width": 8, "modes": 4, "depth": 2},
+        "append_parameters": True,
+    },
+    "optimizer.name": "adamw",
+}
 LATENT = {"operator.rollout": "latent", "training.lambda_forward": 0.1, "training.lambda_inv_enc": 0.1}
 
 
@@ -41,13 +51,12 @@ def trained(made) -> None:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=draws)
 
 
-@pytest.mark.parametrize("overlay", [{}, LATENT], ids=["fields", "latent"])
+@pytest.mark.parametrize("overlay", [{}, LATENT, FNO], ids=["fields", "latent", "fno"])
 def test_at_its_first_step_it_is_the_operator_exactly(setup, overlay):
     before, after = setup("operator", **overlay), setup(**overlay)
     weights = before.model.state_dict()
-    assert set(after.model.state_dict()) - set(weights) == {
-        f"conditions.{name}.noise.weight" for name in ("advection", "darcy")
-    }
+    new = set(after.model.state_dict()) - set(weights)
+    assert len(new) == 2 and all("noise" in name for name in new)
     after.model.load_state_dict(weights, strict=False)
     for made in (before, after):
         made.model.eval()
@@ -121,9 +130,20 @@ def test_a_step_trains_what_draws_and_all_else(setup):
     assert not unmoved
 
 
-def test_a_model_that_takes_no_random_numbers_is_refused(tiny_config, tmp_path):
-    fno = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
-    config = tiny_config(**{"stages.crps.epochs": 1, **fno, "optimizer.name": "adamw"})
+def test_another_model_draws_too_and_its_run_can_be_asked(tiny_config, train_here, tmp_path):
+    train_here(tiny_config(**{**STAGES, **FNO}), tmp_path)
+    model = load_model(tmp_path, stage=NAME)
+    trained_noise = [value for name, value in model.state_dict().items() if "noise" in name]
+    assert trained_noise and all(value.abs().max() > 0 for value in trained_noise)
+    fields = np.random.default_rng(0).normal(size=(2, 2, 1, 32))
+    drawn = inference.predict(model, fields, "advection", 0.4, num_frames=4, members=5)
+    assert drawn.std(axis=0).min() > 0
+    assert not model.refuses("advection", (64,)), "another grid is tried without random numbers"
+
+
+def test_a_model_that_takes_no_random_numbers_is_refused(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Wrapped, "take_noise", Surrogate.take_noise)
+    config = tiny_config(**{"stages.crps.epochs": 1, **FNO})
     with pytest.raises(ConfigError, match="stages.crps.epochs: FNO takes no random numbers -> set it to 0"):
         Setup.build(config, tmp_path, Ranks(), lambda message: None, NAME)
 

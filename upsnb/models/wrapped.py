@@ -29,6 +29,7 @@ class Wrapped(Surrogate):
         named = inspect.signature(network.forward).parameters
         self.passed = tuple(name for name in PASSED if name in named)
         self.networks = nn.ModuleDict({name: construct(network, spec, config) for name, spec in specs.items()})
+        self.noise_maps = nn.ModuleDict()  # of what a model that draws is given
         for name, spec in specs.items() if "grid" in self.passed else ():
             self._constant(f"{name}_grid", _places(spec.grid_shape))
 
@@ -40,7 +41,10 @@ class Wrapped(Surrogate):
 
     def predict(self, name, x, parameters, relative_dt, points=None) -> Tensor:
         spec, grid, last = self.specs[name], tuple(x.shape[3:]), self.config.layout == "channels_last"
-        z = x.flatten(1, 2)
+        z, known = x.flatten(1, 2), spec.num_parameters
+        if parameters.shape[1] > known:  # not where another grid is only tried
+            z = z + self.noise_maps[name](parameters[:, known:]).reshape(*z.shape[:2], *(1,) * len(grid))
+            parameters = parameters[:, :known]
         if self.config.append_parameters:
             appended = (parameters, relative_dt[:, None]) if spec.time_dependent else (parameters,)
             channels = (value.reshape(x.shape[0], -1, *(1,) * len(grid)).expand(-1, -1, *grid) for value in appended)
@@ -96,7 +100,15 @@ class Wrapped(Surrogate):
         return [block for network in self.networks.values() for block in blocks_of(network)]
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        return {name: [network] for name, network in self.networks.items()}
+        return {name: [each[name] for each in (self.networks, self.noise_maps) if name in each] for name in self.specs}
+
+    def take_noise(self, count: int) -> bool:
+        """What is drawn moves the given fields, each channel as a whole; how far is learned from zero on."""
+        self.draws = count
+        for name, spec in self.specs.items():
+            self.noise_maps[name] = nn.Linear(count, spec.input_frames * spec.input_channels, bias=False)
+            nn.init.zeros_(self.noise_maps[name].weight)
+        return True
 
     def matrices(self) -> list[Tensor]:
         """Those of the blocks but for each network's first and last: what fields go in and out by is not hidden."""

@@ -289,7 +289,7 @@ def members(dataset: Dataset, truth, drawn) -> Figure:
     family, truth, drawn = dataset.family, np.asarray(truth)[:, 0], np.asarray(drawn)[:, :, 0]
     quantity = family.quantity(family.output_channels[0])
     error, spread = np.sqrt(np.mean((drawn.mean(0) - truth) ** 2)), np.sqrt(drawn.var(0, ddof=1).mean())
-    title = f"{dataset.name}, {len(drawn)} members of one sample: their mean errs by {error:.2g}, their spread is {spread:.2g}"
+    title = f"{dataset.name}, {len(drawn)} members of one sample: error of their mean {error:.2g}, spread {spread:.2g}"
     if truth.ndim == 2:
         times = dataset.source.times[dataset.frames][-len(truth) :]
         x = dataset.source.coordinates[0]

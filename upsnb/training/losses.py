@@ -426,6 +426,9 @@ class CrpsObjective(UPSObjective):
     def weights(self, step: int, microbatch: int) -> dict[str, float]:
         return {"crps": 1.0}
 
+    def unreached(self, computed: set[tuple[str, str]]) -> list[nn.Module]:
+        return (super() if isinstance(self.model, UPS) else super(UPSObjective, self)).unreached(computed)
+
     def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
         spec, pairs = self.model.specs[batch.dataset], len(batch.inputs)
         calls = self.calls if spec.time_dependent else 1
