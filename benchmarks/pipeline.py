@@ -4,20 +4,23 @@
 
 Kuramoto-Sivashinsky flow, which is chaotic, and Darcy flow, where there ought to be nothing to gain: the runs of
 params/pipeline_*.yaml, whose `finetune` and `crps` begin at the operator's weights and have the same time. Gates look
-at the validation split. The numbers here are of the test split, by the weights that each stage ended with.
+at the validation split. The numbers here are of the test split, by the weights that each stage ended with; beside them
+the cheapest ensemble there is, fine-tuning's forecasts of given frames that noise was added to.
 """
 
 import argparse
 import functools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from keep import save
 
 from upsnb import overlays
+from upsnb.config import RunConfig
 from upsnb.data.datasets import open_all
+from upsnb.models.surrogate import Surrogate
 from upsnb.report import plots, style
 from upsnb.report.file import number
 from upsnb.runs import handle, runfolder
@@ -27,34 +30,73 @@ from upsnb.training.parallel import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = {"pipeline_ks": (42, 43, 44), "pipeline_darcy": (42,)}  # and seeds
+PERTURBED, SIZES = "finetune, perturbed", (0.003, 0.01, 0.03, 0.1)  # noise, of which validation chooses [std]
 KEPT = (  # of what is found of a stage
     *("members", "crps", "mean_nrmse", "spread_skill", "coverage", "rank_histogram", "forecast_s"),
     *("times", "correlation_time", "correlation_lost"),
 )
 
 
+class Perturbed:
+    """A model that draws nothing, as an ensemble: forecasts of given frames that differ by white noise."""
+
+    draws, training = 1, False
+
+    def __init__(self, model: Surrogate, size: float):
+        self.model, self.size = model.eval(), size  # standard deviations of the training data
+
+    def eval(self) -> None:
+        """As it always is."""
+
+    def train(self, mode: bool) -> None:
+        """Nothing of it is trained."""
+
+    def ensemble(self, name, given, parameters, dt, num_frames, members, samples):
+        scale, drawn = self.model.constant(name, "input_std", given.dim() - 3), []
+        for member in range(members):
+            seeds = (torch.Generator().manual_seed(1_000_003 * (int(sample) + 1) + member) for sample in samples)
+            noise = torch.stack([torch.randn(given.shape[1:], generator=seed) for seed in seeds])
+            drawn.append(self.model.rollout(name, given + self.size * scale * noise, parameters, dt, num_frames))
+        return torch.stack(drawn)
+
+
+def judged(model: Surrogate | Perturbed, datasets: dict, split: str, config: RunConfig) -> dict:
+    """What the ensembles of the one dataset are worth."""
+    with torch.no_grad():
+        ((_, found),) = evaluation.evaluate_ensembles(model, datasets, split, config.evaluation, Ranks()).items()
+    return found
+
+
+def perturbed(model: Surrogate, datasets: dict, config: RunConfig) -> tuple[Perturbed, float]:
+    """The ensemble from perturbed frames whose noise is best on the validation split, and how large that is."""
+    found = {size: judged(Perturbed(model, size), datasets, "validation", config)["crps"] for size in SIZES}
+    size = min(found, key=found.get)
+    print(f"perturbed by {size} of {found}", flush=True)
+    return Perturbed(model, size), size
+
+
 def trained(preset: str, seed: int, folder: Path) -> list[dict]:
-    """One run: a row for each stage."""
-    config, began = (
-        overlays.load(ROOT / f"params/{preset}.yaml", overrides={"training.seed": seed}),
-        time.perf_counter(),
-    )
-    run = handle.start(config, folder)
+    """One run, gone on with or taken as it is where it is there: a row for each stage, and one for PERTURBED."""
+    config = overlays.load(ROOT / f"params/{preset}.yaml", overrides={"training.seed": seed})
+    run = handle.Run.attach(folder) if folder.exists() else handle.start(config, folder)
     run.wait()
-    whole_s, rows = time.perf_counter() - began, []
-    gates = {event["stage"]: event for event in run.events(("gate",))}
-    steps = {event["stage"]: event["step"] for event in run.events(("step",))}
-    datasets = open_all(config, runfolder.project_root(), print)
-    for stage in config.stages.planned:
-        model = run.load_model(stage=stage)
-        ((_, found),) = evaluation.evaluate_ensembles(model, datasets, "test", config.evaluation, Ranks()).items()
+    events = run.events(("gate", "step", "end"))
+    gates = {event["stage"]: event for event in events if event["kind"] == "gate"}
+    steps = {event["stage"]: event["step"] for event in events if event["kind"] == "step"}
+    known = {"seed": seed, "run_s": round(events[-1]["time"] - run.manifest["created"], 1)}
+    datasets, rows = open_all(config, runfolder.project_root(), print), []
+    asked = {stage: (run.load_model(stage=stage), {}) for stage in config.stages.planned}
+    if next(iter(datasets.values())).spec.time_dependent:
+        model, size = perturbed(asked["finetune"][0], datasets, config)
+        asked[PERTURBED] = model, {"size": size}
+    for stage, (model, more) in asked.items():
+        found = judged(model, datasets, "test", config)
         gate = {key: gates[stage][key] for key in ("against", "verdict", "ratio", "ci95")} if stage in gates else None
-        row = {"stage": stage, "seed": seed, "steps": steps[stage], "run_s": round(whole_s, 1), "gate": gate}
+        row = {"stage": stage, **known, "steps": steps.get(stage), "gate": gate, **more}
         row |= {key: found[key] for key in KEPT if key in found}
         rows.append(row | {"samples": len(found["samples"]), "over_time": found["per_time"]})
-        print(
-            f"{preset}, seed {seed}, {stage}: CRPS {row['crps']:.4g}, {row.get('correlation_time')}, {gate}", flush=True
-        )
+        said = f"{preset}, seed {seed}, {stage}: CRPS {row['crps']:.4g}, {row.get('correlation_time')}, {gate}"
+        print(said, flush=True)
     return rows
 
 
@@ -81,7 +123,7 @@ def figures(preset: str, rows: Sequence[dict], folder: Path) -> None:
     )
     style.save(crps, folder, f"{preset}_crps")
     style.save(plots.correlations(times, curves, title=f"{title}; {of}"), folder, f"{preset}_correlation")
-    drawn = [row for row in rows if row["members"] > 1]
+    drawn = [row for row in rows if row["stage"] == "crps"]
     (ranks,) = medians(drawn, "rank_histogram").values()
     spread, error = (next(iter(medians(drawn, "over_time", key).values())) for key in ("spread", "mean_rmse"))
     wide = number(float(np.median([row["spread_skill"] for row in drawn])), 2)
@@ -92,9 +134,10 @@ def figures(preset: str, rows: Sequence[dict], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--work", type=Path, help="folder of the runs; those that are there are not trained again")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/pipeline")
     args = parser.parse_args()
-    work, found = runfolder.new_folder("pipelines"), {}
+    work, found = args.work or runfolder.new_folder("pipelines"), {}
     for preset in args.only:
         found[preset] = []
         for seed in PRESETS[preset]:

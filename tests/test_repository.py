@@ -389,7 +389,7 @@ def test_notebook_shows_a_few_knobs_first_and_everything_else_below(path):
     assert all(re.fullmatch(r"\w+: [\w\[\]]+ = .+  # .+", line) for line in knobs)
     assert {line.partition(":")[0] for line in below} >= {*RunConfig.model_fields, "run_folder"}
     _, config = command.read_parameters(path, [], [])
-    unset = re.findall(r"^(\w+): \w+ = None .*None: the preset's \(quick: (.+)\)$", source, re.MULTILINE)
+    unset = re.findall(r"^(\w+): \w+ = None .*None: the preset's \(\w+: (.+)\)$", source, re.MULTILINE)
     assert len(unset) == source.count(" = None ")
     for name, value in unset:
         (setting,) = overlays.flatten({name: None})

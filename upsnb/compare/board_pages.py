@@ -97,7 +97,7 @@ def _model(row: Mapping) -> dict:
         "memory [GiB]": row["peak_memory_gib"],
         "energy [Wh]": row["energy_wh"],
         "price [$]": row["cost_dollars"],
-        "answered by": row["stages"],
+        "answered by": row.get("stages"),  # older reports have none
         "test opened": row["opened"],
         "trained on": row["device"],
         "origin": row["origin"],

@@ -224,9 +224,10 @@ def cost(time_ms: Mapping[str, float], error: Mapping[str, float], quantity: str
     figure = empty_figure(4.8, 2.8, title)
     ax = figure.subplots()
     for name, look in looks(error).items():
-        ax.plot([time_ms[name]], positive([error[name]]), "o", markersize=7, color=look["color"], label=name)
-    ax.set(xscale="log", xlabel=label("forecast of a sample", "ms"), ylabel=quantity, ylim=(0, None))
-    ax.margins(0.2)
+        ax.plot([time_ms[name]], positive([error[name]]), "o", markersize=8, alpha=0.8, color=look["color"], label=name)
+    highest = max((value for value in error.values() if np.isfinite(value)), default=0.0) or 1.0
+    ax.set(xscale="log", xlabel=label("forecast of a sample", "ms"), ylabel=quantity, ylim=(0, 1.15 * highest))
+    ax.margins(x=0.2)
     legend(ax)
     return figure
 

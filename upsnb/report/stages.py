@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -107,15 +108,8 @@ class Stages:
         first = next(iter(spectra.values()))
         wavenumber, truth = floats(first["wavenumber"]), floats(first["truth"])
         curves = {stage: floats(each["members"]) for stage, each in spectra.items()}
-        known = (wavenumber > 0) & (truth > plots.SPECTRUM_DEPTH * truth[1:].max())
-        high = known & (wavenumber >= wavenumber[known].max() / 2)
-        told = ", ".join(
-            f"{stage} {number(float(e[high].sum() / truth[high].sum()), 3)}" for stage, e in curves.items()
-        )
-        title = (
-            f"{name}, at the last time: energy of wavenumbers {wavenumber[high][0]:.0f} to {wavenumber[high][-1]:.0f} "
-            f"over the truth's: {told}"
-        )
+        told = ", ".join(f"{stage} {_alike(wavenumber, truth, energy)}" for stage, energy in curves.items())
+        title = f"{name}, at the last time: a forecast's energy is half to twice the truth's up to wavenumber: {told}"
         quantity = family.quantity(family.output_channels[0]).split(" [")[0] + " [standard deviations]"
         return plots.spectra(wavenumber, {"truth": truth, **curves}, quantity=quantity, title=title)
 
@@ -123,7 +117,7 @@ class Stages:
         """Whether an ensemble is as wide as it errs: spread beside error as the forecast goes on, and ranks."""
         known = self.found[name][stage]
         held = ", ".join(
-            f"the central {share} of the members hold {100 * value:.0f} % of the truth"
+            f"the central {share.replace('%', ' %')} of the members hold {100 * value:.0f} % of the truth"
             for share, value in known["coverage"].items()
             if value is not None
         )
@@ -163,3 +157,9 @@ class Stages:
     def write_figures(self) -> dict[str, Path]:
         """Write all of them into the run folder's `figures/`; figure name -> PNG."""
         return save_all({name: draw() for name, draw in self.all().items()}, self.folder)
+
+
+def _alike(wavenumber: np.ndarray, truth: np.ndarray, energy: np.ndarray) -> int:
+    """The last wavenumber before the first whose energy is not half to twice the truth's."""
+    off = (wavenumber > 0) & ~((energy >= truth / 2) & (energy <= 2 * truth))
+    return int(wavenumber[off][0] if off.any() else wavenumber[-1] + 1) - 1
