@@ -47,7 +47,7 @@ def test_ranks_measure_together_what_one_alone_finds_of_the_weights_they_left(
             assert there[name]["members"] == found["members"] == (4 if stage == "crps" else 1)
     events = {event["stage"]: event for event in run.events(("gate",))}
     for stage, against in (("finetune", "operator"), ("crps", "finetune")):
-        expected = gates.judge(*(gates.errors(runfolder.measured(run.folder, one)) for one in (stage, against)))
+        expected = gates.compared(*(runfolder.measured(run.folder, one) for one in (stage, against)))
         assert {key: events[stage][key] for key in expected} == expected
     passed = [stage for stage, event in events.items() if event["verdict"] == "pass"]
     assert run.manifest["answers"] == ([*passed] or ["operator"])[-1]

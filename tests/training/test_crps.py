@@ -229,7 +229,11 @@ def test_what_did_not_pass_is_left_out_of_the_report_unless_asked_for(tiny_confi
     monkeypatch.setattr(
         gates, "judge", lambda ours, theirs: {"verdict": "harm", "ratio": 1.5, "ci95": [1.4, 1.6], "samples": 2}
     )
+    monkeypatch.setattr(gates, "FEWEST", 1)
     train_here(tiny_config(**STAGES), tmp_path)
+    looked_at = {stage: runfolder.measured(tmp_path, stage) for stage in ("operator", "finetune", NAME)}
+    counts = {stage: {len(found["samples"]) for found in each.values()} for stage, each in looked_at.items()}
+    assert counts == {"operator": {2}, "finetune": {1}, NAME: {1}}, "a few samples were enough to see the harm"
     report = results.run_numbers(handle.Run(tmp_path))
     assert report["weights"] == "last of stage operator, which no later one has beaten, averaged"
     assert load_model(tmp_path).draws == 0 and load_model(tmp_path, stage=NAME).draws == stages.NOISE

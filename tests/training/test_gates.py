@@ -62,10 +62,25 @@ def test_what_cannot_be_measured_is_not_judged(bad):
     assert gates.judge(bad, bad)["verdict"] == "not measurable"
 
 
-def test_samples_are_found_again_whatever_order_ranks_have_measured_them_in():
-    one = {"a": {"samples": [3, 1, 2], "per_sample": {"crps": [0.3, 0.1, 0.2]}}}
-    other = {"a": {"samples": [1, 2, 3], "per_sample": {"crps": [0.1, 0.2, 0.3]}}}
-    assert gates.errors(one) == gates.errors(other) == {"a": [0.1, 0.2, 0.3]}
+def measured(scores: dict[int, float]) -> dict:
+    return {"a": {"samples": list(scores), "per_sample": {"crps": list(scores.values())}}}
+
+
+def test_samples_are_compared_with_themselves_whatever_order_ranks_have_measured_them_in():
+    base = dict(enumerate(errors(20)))
+    control = measured({sample: 2 * score for sample, score in reversed(base.items())})
+    found = gates.compared(measured(base), control)
+    assert (found["verdict"], found["samples"]) == ("pass", 20) and found["ratio"] == pytest.approx(0.5)
+    assert found["ci95"] == pytest.approx([0.5, 0.5]), "each sample is half of itself"
+
+
+def test_samples_that_only_one_has_do_not_judge():
+    base = dict(enumerate(errors(20)))
+    more = base | dict.fromkeys(range(100, 150), 1e9)
+    assert gates.compared(measured(more), measured(base)) == gates.compared(measured(base), measured(base))
+    apart = measured({sample + 1000: score for sample, score in base.items()})
+    assert gates.compared(measured(base), apart)["verdict"] == "not measurable"
+    assert gates.compared(measured(base), {})["verdict"] == "not measurable"
 
 
 def test_a_dataset_that_only_one_stage_was_measured_on_is_not_judged():

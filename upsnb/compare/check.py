@@ -41,7 +41,10 @@ FORMAT, KIND = 1, "check"
 PARAMETERS = ("chosen", "num_steps", "limit_s")  # of the notebook, beside the sections
 EAGER = "no phase"
 RESULT = "result.json"
-PARTIAL = ("rehearse", "pdebench_files", "pdebench_full", "smoke", "minute", "memory_reference")  # no recipes
+PARTIAL = (  # no recipes, or whose first stage says little
+    *("rehearse", "pdebench_files", "pdebench_full", "smoke", "minute", "memory_reference"),
+    *("pipeline_ks", "pipeline_kolmogorov", "pipeline_darcy"),
+)
 ON_TOP = ("conservative", "aggressive")  # of a whole config
 SMALL = {"training.batch_size": 2, "training.accum_steps": 1, "operator.pdet.depth": 2}  # where there is no GPU
 RAN, FAILED = "ran", "failed"

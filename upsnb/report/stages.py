@@ -56,6 +56,7 @@ class Stages:
                         "stage": stage,
                         "trained [s]": number(trained["train_time_s"], 3),
                         "steps": number(trained["steps"]),
+                        "samples": number(len(known["samples"])),
                         "CRPS": number(known["crps"], 3),
                         "nRMSE of the mean": number(known["mean_nrmse"], 3),
                         "correlated for": number(known.get("correlation_time"), 3),

@@ -150,44 +150,66 @@ def evaluate_ensembles(
     config: EvaluationConfig,
     ranks: Ranks,
     alive: Callable[[], None] = lambda: None,
+    first: int | None = None,
+    go_on: Callable[[dict[str, dict]], bool] = lambda found: True,
 ) -> dict[str, dict]:
     """What rollouts are worth that a model draws, `config.members` of each sample; all ranks enter.
 
     A model that draws nothing is an ensemble of one, whose CRPS is its mean absolute error. No more than
     `config.samples_per_call` forecasts are computed at a time.
 
+    Args:
+        first: so many samples of each dataset, evenly from all over it, before the others; None: all at once.
+        go_on: whether to look at the others too, given what was found of the first ones; the same on every rank.
     Returns:
         {dataset: as of `ensembles.reduce`, and "samples", "forecast_s" of all members of one; where there is a time,
         "times" and the "correlation_time" of the members' mean}
     """
-    was_training, members, results = model.training, config.members if model.draws else 1, {}
+    was_training, results = model.training, {}
     model.eval()
-    for name, dataset in datasets.items():
-        samples, moves, parts, spent_s = dataset.splits[split], dataset.spec.time_dependent, [], []
-        share, at_once = samples[ranks.rank :: ranks.world_size], max(1, config.samples_per_call // members)
-        for start in range(0, len(share), at_once):
-            alive()
-            chosen = share[start : start + at_once]
-            inputs, targets, parameters = read_samples(dataset, chosen, ranks.device)
-            first = dataset.given_frames if moves else 0
-            given, truth = inputs[:, :first] if moves else inputs, targets[:, first:]
-            asked = name, given, parameters, dataset.dt, truth.shape[1], members, chosen
-            began, scale = time.perf_counter(), torch.tensor(dataset.spec.output_std)
-            drawn = model.ensemble(*asked).cpu()
-            spent_s.append((time.perf_counter() - began) / len(chosen))
-            parts.append(ensembles.sample_statistics(drawn, truth.cpu(), scale))
-        gathered = [part for rank in parallel.all_gather_objects(ranks, parts) for part in rank]
-        if not gathered:
-            continue
-        results[name] = found = ensembles.reduce(gathered)
-        shares = [samples[rank :: ranks.world_size] for rank in range(ranks.world_size)]
-        found |= {"samples": np.concatenate(shares).tolist(), "forecast_s": float(np.median(spent_s or [math.nan]))}
-        if moves:
-            times, until = dataset.source.times[dataset.frames[dataset.given_frames :]], _given_until(dataset)
-            lasts, lost = metrics.correlation_time(times, found["per_time"]["correlation"], until)
-            found |= {"times": times.tolist(), "correlation_time": lasts, "correlation_lost": lost}
+    parts: dict[str, list[dict]] = {name: [] for name in datasets}
+    known: dict[str, list[int]] = {name: [] for name in datasets}
+    spent_s: dict[str, list[float]] = {name: [] for name in datasets}
+    for is_first in (True, False) if first else (False,):
+        for name, dataset in datasets.items():
+            samples = dataset.splits[split]
+            samples = thinned(samples, first) if is_first else np.setdiff1d(samples, known[name])
+            shares = [samples[rank :: ranks.world_size] for rank in range(ranks.world_size)]
+            own = _ensemble_parts(model, dataset, shares[ranks.rank], config, ranks.device, spent_s[name], alive)
+            parts[name] += [part for rank in parallel.all_gather_objects(ranks, own) for part in rank]
+            known[name] += np.concatenate(shares).tolist()
+            if parts[name]:
+                results[name] = _ensemble_summary(dataset, parts[name], known[name], spent_s[name])
+        if is_first and not go_on(results):
+            break
     model.train(was_training)
     return results
+
+
+def _ensemble_parts(model, dataset, samples, config, device, spent_s: list[float], alive) -> list[dict]:
+    """Statistics of some samples' ensembles; adds to `spent_s` how long one took, with all its members."""
+    members, moves, parts = config.members if model.draws else 1, dataset.spec.time_dependent, []
+    at_once, scale = max(1, config.samples_per_call // members), torch.tensor(dataset.spec.output_std)
+    for start in range(0, len(samples), at_once):
+        alive()
+        chosen = samples[start : start + at_once]
+        inputs, targets, parameters = read_samples(dataset, chosen, device)
+        first = dataset.given_frames if moves else 0
+        given, truth = inputs[:, :first] if moves else inputs, targets[:, first:]
+        began = time.perf_counter()
+        drawn = model.ensemble(dataset.name, given, parameters, dataset.dt, truth.shape[1], members, chosen).cpu()
+        spent_s.append((time.perf_counter() - began) / len(chosen))
+        parts.append(ensembles.sample_statistics(drawn, truth.cpu(), scale))
+    return parts
+
+
+def _ensemble_summary(dataset: Dataset, parts: list[dict], samples: list[int], spent_s: list[float]) -> dict:
+    found = ensembles.reduce(parts) | {"samples": list(samples), "forecast_s": float(np.median(spent_s or [math.nan]))}
+    if dataset.spec.time_dependent:
+        times, until = dataset.source.times[dataset.frames[dataset.given_frames :]], _given_until(dataset)
+        lasts, lost = metrics.correlation_time(times, found["per_time"]["correlation"], until)
+        found |= {"times": times.tolist(), "correlation_time": lasts, "correlation_lost": lost}
+    return found
 
 
 def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from upsnb.runs.events import without_nonfinite
 from upsnb.runs.throughput import NUM_RESAMPLES
 
 FEWEST = 8  # validation samples that a verdict needs
+FIRST_SHARE = 0.25  # of them, by which a stage that has done harm is found out
 PASS, NO_GAIN, HARM, NOT_MEASURABLE = "pass", "no gain", "harm", "not measurable"
 
 
@@ -76,12 +77,23 @@ def note(folder: Path, stage: str, verdict: str) -> None:
         runfolder.update_manifest(folder, answers=stage)
 
 
-def errors(measured: Mapping[str, Mapping]) -> dict[str, list[float]]:
-    """What stages are judged by, out of what `evaluate_ensembles` found: CRPS of each sample in order, by dataset."""
-    return {
-        name: [score for _, score in sorted(zip(found["samples"], found["per_sample"]["crps"], strict=True))]
-        for name, found in measured.items()
-    }
+def compared(found: Mapping[str, Mapping], control: Mapping[str, Mapping]) -> dict:
+    """The verdict on what `evaluate_ensembles` found of a stage and its control: by CRPS, on samples that both have."""
+    scores = [
+        {name: dict(zip(one["samples"], one["per_sample"]["crps"], strict=True)) for name, one in side.items()}
+        for side in (found, control)
+    ]
+    both = {name: sorted(scores[0][name].keys() & scores[1].get(name, {}).keys()) for name in found}
+    return judge(*({name: [side[name][n] for n in both[name]] for name in found if both[name]} for side in scores))
+
+
+def first_look(datasets: Mapping[str, Sequence]) -> int:
+    """How many samples of each dataset are looked at before all of them, where a stage may have done harm.
+
+    Args:
+        datasets: the samples of each that are to judge.
+    """
+    return max(FEWEST, round(FIRST_SHARE * max(map(len, datasets.values()), default=0)))
 
 
 def keep(folder: Path, stage: str, weights: Mapping[str, Tensor], found: Mapping[str, dict]) -> None:

@@ -55,13 +55,21 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
     against, began, verdict = gates.control(config, setup.stage), time.perf_counter(), ""
     with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
         weights = {name: value.cpu() for name, value in model.state_dict().items()}
-        found = evaluation.evaluate_ensembles(model, setup.datasets, "validation", config.evaluation, ranks, alive)
+        judged = setup.datasets, "validation", config.evaluation, ranks, alive
+        if against is None:
+            found = evaluation.evaluate_ensembles(model, *judged)
+        else:
+            control = runfolder.measured(folder, against)
+            first = gates.first_look({name: dataset.splits["validation"] for name, dataset in setup.datasets.items()})
+            found = evaluation.evaluate_ensembles(
+                model, *judged, first, lambda some: gates.compared(some, control)["verdict"] != gates.HARM
+            )
     if ranks.rank == 0:
         gates.keep(folder, setup.stage, weights, found)
         if against:
-            judged = gates.judge(*map(gates.errors, (found, runfolder.measured(folder, against))))
-            verdict, spent_s = judged["verdict"], round(time.perf_counter() - began, 3)
-            events.write("gate", step, against=against, duration_s=spent_s, **judged)
+            said = gates.compared(found, control)
+            verdict, spent_s = said["verdict"], round(time.perf_counter() - began, 3)
+            events.write("gate", step, against=against, duration_s=spent_s, **said)
         gates.note(folder, setup.stage, verdict)
     parallel.barrier(ranks)
     return gates.answering(folder)
