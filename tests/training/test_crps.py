@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from upsnb.data.datasets import open_all
 from upsnb.errors import ConfigError, DataError, RunError
 from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import inference
@@ -12,6 +13,7 @@ from upsnb.models.wrapped import Wrapped
 from upsnb.report import results
 from upsnb.runs import handle, runfolder
 from upsnb.training import gates, stages
+from upsnb.training.evaluation import evaluate_ensembles
 from upsnb.training.losses import CrpsObjective
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, idle_settings, load_model
@@ -37,6 +39,12 @@ def setup(tiny_config, tmp_path):
         return Setup.build(config, tmp_path, Ranks(), lambda message: None, stage)
 
     return make
+
+
+def judged_again(run, stage) -> dict:
+    """What the weights that a stage has left are worth."""
+    datasets = open_all(run.config, runfolder.project_root(), lambda message: None)
+    return evaluate_ensembles(run.load_model(stage=stage), datasets, "validation", run.config.evaluation, Ranks())
 
 
 def batch_of(setup, name):
@@ -187,7 +195,9 @@ def test_a_run_trains_it_from_the_operator_and_judges_it_against_finetune(run):
         assert all(
             torch.equal(value, kept[name]) for name, value in load_model(folder, stage=stage).state_dict().items()
         )
-        measured = runfolder.measured(folder, stage)
+        measured, again = runfolder.measured(folder, stage), judged_again(handle.Run(folder), stage)
+        for name, found in again.items():
+            assert measured[name]["per_sample"]["crps"] == pytest.approx(found["per_sample"]["crps"], rel=1e-4)
         assert {name: found["members"] for name, found in measured.items()} == dict.fromkeys(
             ("advection", "darcy"), 4 if stage == NAME else 1
         )

@@ -54,7 +54,6 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
         return None
     against, began, verdict = gates.control(config, setup.stage), time.perf_counter(), ""
     with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
-        weights = {name: value.cpu() for name, value in model.state_dict().items()}
         judged = setup.datasets, "validation", config.evaluation, ranks, alive
         if against is None:
             found = evaluation.evaluate_ensembles(model, *judged)
@@ -64,8 +63,10 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
             found = evaluation.evaluate_ensembles(
                 model, *judged, first, lambda some: gates.compared(some, control)["verdict"] != gates.HARM
             )
+        if ranks.rank == 0:  # in here, where averaged weights stand in the model
+            weights = {name: value.cpu() for name, value in model.state_dict().items()}
+            gates.keep(folder, setup.stage, weights, found)
     if ranks.rank == 0:
-        gates.keep(folder, setup.stage, weights, found)
         if against:
             said = gates.compared(found, control)
             verdict, spent_s = said["verdict"], round(time.perf_counter() - began, 3)
