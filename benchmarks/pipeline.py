@@ -52,12 +52,11 @@ class Perturbed:
         """Nothing of it is trained."""
 
     def ensemble(self, name, given, parameters, dt, num_frames, members, samples):
-        scale, drawn = self.model.constant(name, "input_std", given.dim() - 3), []
-        for member in range(members):
-            seeds = (torch.Generator().manual_seed(1_000_003 * (int(sample) + 1) + member) for sample in samples)
-            noise = torch.stack([torch.randn(given.shape[1:], generator=seed) for seed in seeds])
-            drawn.append(self.model.rollout(name, given + self.size * scale * noise, parameters, dt, num_frames))
-        return torch.stack(drawn)
+        numbers = [1_000_003 * (int(sample) + 1) + member for member in range(members) for sample in samples]
+        noise = [torch.randn(given.shape[1:], generator=torch.Generator().manual_seed(number)) for number in numbers]
+        given, parameters = (some.repeat(members, *(1,) * (some.dim() - 1)) for some in (given, parameters))
+        given = given + self.size * self.model.constant(name, "input_std", given.dim() - 3) * torch.stack(noise)
+        return self.model.rollout(name, given, parameters, dt, num_frames).unflatten(0, (members, -1))
 
 
 def judged(model: Surrogate | Perturbed, datasets: dict, split: str, config: RunConfig) -> dict:
@@ -67,16 +66,19 @@ def judged(model: Surrogate | Perturbed, datasets: dict, split: str, config: Run
     return found
 
 
-def perturbed(model: Surrogate, datasets: dict, config: RunConfig) -> tuple[Perturbed, float]:
-    """The ensemble from perturbed frames whose noise is best on the validation split, and how large that is."""
+def best_size(model: Surrogate, datasets: dict, config: RunConfig) -> float:
+    """The noise whose ensemble is best on the validation split [standard deviations of the training data]."""
     found = {size: judged(Perturbed(model, size), datasets, "validation", config)["crps"] for size in SIZES}
-    size = min(found, key=found.get)
-    print(f"perturbed by {size} of {found}", flush=True)
-    return Perturbed(model, size), size
+    print(f"perturbed frames, CRPS by size of the noise, validation split: {found}", flush=True)
+    return min(found, key=found.get)
 
 
-def trained(preset: str, seed: int, folder: Path) -> list[dict]:
-    """One run, gone on with or taken as it is where it is there: a row for each stage, and one for PERTURBED."""
+def trained(preset: str, seed: int, folder: Path, size: float | None) -> list[dict]:
+    """One run, taken as it is where it is there: a row for each stage, and where there is a time one for PERTURBED.
+
+    Args:
+        size: of that one's noise, as the first seed has found it.
+    """
     config = overlays.load(ROOT / f"params/{preset}.yaml", overrides={"training.seed": seed})
     run = handle.Run.attach(folder) if folder.exists() else handle.start(config, folder)
     run.wait()
@@ -87,8 +89,9 @@ def trained(preset: str, seed: int, folder: Path) -> list[dict]:
     datasets, rows = open_all(config, runfolder.project_root(), print), []
     asked = {stage: (run.load_model(stage=stage), {}) for stage in config.stages.planned}
     if next(iter(datasets.values())).spec.time_dependent:
-        model, size = perturbed(asked["finetune"][0], datasets, config)
-        asked[PERTURBED] = model, {"size": size}
+        model = asked["finetune"][0]
+        size = size or best_size(model, datasets, config)
+        asked[PERTURBED] = Perturbed(model, size), {"size": size}
     for stage, (model, more) in asked.items():
         found = judged(model, datasets, "test", config)
         gate = {key: gates[stage][key] for key in ("against", "verdict", "ratio", "ci95")} if stage in gates else None
@@ -141,7 +144,8 @@ def main() -> None:
     for preset in args.only:
         found[preset] = []
         for seed in PRESETS[preset]:
-            found[preset] += trained(preset, seed, work / f"{preset}-{seed}")
+            size = found[preset][-1].get("size") if found[preset] else None
+            found[preset] += trained(preset, seed, work / f"{preset}-{seed}", size)
         if "times" in found[preset][0]:
             figures(preset, found[preset], args.output)
         save({"format": 1, "kind": "pipeline", "presets": found}, args.output / REPORT)
