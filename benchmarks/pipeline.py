@@ -30,7 +30,7 @@ from upsnb.training.parallel import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = {"pipeline_ks": (42, 43, 44), "pipeline_darcy": (42,)}  # and seeds
-PERTURBED, SIZES = "finetune, perturbed", (0.003, 0.01, 0.03, 0.1)  # noise, of which validation chooses [std]
+PERTURBED, SIZES = "finetune, perturbed", (3e-4, 1e-3, 3e-3, 1e-2)  # noise, of which validation chooses [std]
 KEPT = (  # of what is found of a stage
     *("members", "crps", "mean_nrmse", "spread_skill", "coverage", "rank_histogram", "forecast_s"),
     *("times", "correlation_time", "correlation_lost"),
