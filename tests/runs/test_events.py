@@ -42,6 +42,7 @@ MORE = [  # kinds that a finished run of `made_runs` has none of
         "verdict": "pass",
         "ratio": 0.8,
         "ci95": [0.7, None],
+        "mean_ratio": 0.9,
         "samples": 9,
     },
     {"kind": "guard", "step": 40, "guard": "out_of_memory", "action": "shrink", "reason": "full", "size": [8, 2]},

@@ -62,8 +62,19 @@ def test_what_cannot_be_measured_is_not_judged(bad):
     assert gates.judge(bad, bad)["verdict"] == "not measurable"
 
 
-def measured(scores: dict[int, float]) -> dict:
-    return {"a": {"samples": list(scores), "per_sample": {"crps": list(scores.values())}}}
+def measured(scores: dict[int, float], mean: float = 1.0) -> dict:
+    """CRPS by sample; nRMSE of the mean is so much of it."""
+    found = {"crps": list(scores.values()), "mean_nrmse": [mean * score for score in scores.values()]}
+    return {"a": {"samples": list(scores), "per_sample": found}}
+
+
+@pytest.mark.parametrize(("mean", "verdict"), [(1.0, "pass"), (1.6, "pass"), (3.0, "no gain")])
+def test_a_spread_that_was_paid_for_with_the_mean_is_no_gain(mean, verdict):
+    base = dict(enumerate(errors(40)))
+    better = measured({sample: 0.6 * score for sample, score in base.items()}, mean)
+    found = gates.compared(better, measured(base))
+    assert found["verdict"] == verdict and found["mean_ratio"] == pytest.approx(0.6 * mean)
+    assert found["ratio"] == pytest.approx(0.6), "what CRPS says is told all the same"
 
 
 def test_samples_are_compared_with_themselves_whatever_order_ranks_have_measured_them_in():

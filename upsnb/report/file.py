@@ -54,8 +54,13 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def verdict(gate: dict) -> str:
-    """Whether a stage has paid, by its `gate` event: `pass: 0.81 (0.78 to 0.84) of the error of finetune`."""
+    """Whether a stage has paid, by its `gate` event: `pass: 0.81 (0.78 to 0.84) of the error of finetune`.
+
+    With the ratio of nRMSE of the means, where that is another one: an ensemble's score is not that of its mean.
+    """
     if gate["ratio"] is None:
         return f"{gate['verdict']} against {gate['against']}"
     low, high = (number(value, 3) for value in gate["ci95"])
-    return f"{gate['verdict']}: {number(gate['ratio'], 3)} ({low} to {high}) of the error of {gate['against']}"
+    mean = gate.get("mean_ratio")
+    of_mean = f"; its mean's is {number(mean, 3)}" if mean is not None and abs(mean / gate["ratio"] - 1) > 0.05 else ""
+    return f"{gate['verdict']}: {number(gate['ratio'], 3)} ({low} to {high}) of the error of {gate['against']}{of_mean}"

@@ -84,6 +84,7 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
         "verdict": str,
         "ratio": _or(Number | None, None),  # of CRPS per validation sample, or of mean absolute errors
         "ci95": _or(_pair(Number | None), [None, None]),
+        "mean_ratio": _or(Number | None, None),  # of nRMSE of the members' means
         "samples": _or(Count, 0),
     },
     "checkpoint": {"revision": _or(Count | None, None)},

@@ -92,17 +92,17 @@ def reduce(parts: Sequence[dict[str, Tensor]]) -> dict:
     found = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     count = found["rank"].shape[-1] - 1
     wide, off = (found[key].mean((0, 2)) for key in ("variance", "mean_error_square"))
-    wide = (count + 1) / count * wide
+    wide, relative = (count + 1) / count * wide, (found["mean_error_square"] / found["truth_square"]).sqrt()
     true, drawn = found["energy"].mean((0, 2))
     return {
         "members": count,
         "crps": found["crps"].mean().item(),
-        "mean_nrmse": (found["mean_error_square"] / found["truth_square"]).sqrt().mean().item(),
+        "mean_nrmse": relative.mean().item(),
         "spread_skill": (wide.mean() / off.mean()).sqrt().item(),
         "coverage": dict(zip(map("{:.0%}".format, COVERAGES), found["covered"].mean((0, 1, 2)).tolist())),
         "rank_histogram": found["rank"].mean((0, 1, 2)).tolist(),
         "spectrum": {"wavenumber": list(range(len(true))), "truth": true.tolist(), "members": drawn.tolist()},
-        "per_sample": {"crps": found["crps"].mean((1, 2)).tolist()},
+        "per_sample": {"crps": found["crps"].mean((1, 2)).tolist(), "mean_nrmse": relative.mean((1, 2)).tolist()},
         "per_time": {
             "crps": found["crps"].mean((0, 2)).tolist(),
             "spread": wide.sqrt().tolist(),

@@ -78,13 +78,27 @@ def note(folder: Path, stage: str, verdict: str) -> None:
 
 
 def compared(found: Mapping[str, Mapping], control: Mapping[str, Mapping]) -> dict:
-    """The verdict on what `evaluate_ensembles` found of a stage and its control: by CRPS, on samples that both have."""
-    scores = [
-        {name: dict(zip(one["samples"], one["per_sample"]["crps"], strict=True)) for name, one in side.items()}
+    """The verdict on what `evaluate_ensembles` found of a stage and its control, on the samples that both have.
+
+    By CRPS. A spread alone lowers it, so what passes must not have paid for that with its mean: no gain where the nRMSE
+    of the members' mean is surely higher.
+
+    Returns:
+        as of `judge`, and "mean_ratio", of those nRMSE.
+    """
+    by_score, by_mean = (judge(*_paired(found, control, error)) for error in ("crps", "mean_nrmse"))
+    traded = by_score["verdict"] == PASS and by_mean["verdict"] == HARM
+    return by_score | {"verdict": NO_GAIN if traded else by_score["verdict"], "mean_ratio": by_mean["ratio"]}
+
+
+def _paired(found: Mapping[str, Mapping], control: Mapping[str, Mapping], error: str) -> list[dict[str, list]]:
+    """An error of both, by dataset, of the same samples in one order."""
+    sides = [
+        {name: dict(zip(one["samples"], one["per_sample"][error], strict=True)) for name, one in side.items()}
         for side in (found, control)
     ]
-    both = {name: sorted(scores[0][name].keys() & scores[1].get(name, {}).keys()) for name in found}
-    return judge(*({name: [side[name][n] for n in both[name]] for name in found if both[name]} for side in scores))
+    both = {name: sorted(sides[0][name].keys() & sides[1].get(name, {}).keys()) for name in found}
+    return [{name: [side[name][sample] for sample in both[name]] for name in found if both[name]} for side in sides]
 
 
 def first_look(datasets: Mapping[str, Sequence]) -> int:

@@ -236,7 +236,7 @@ class History:
             self.evaluations.append(event)
             self.best_step = event["step"] if event["best"] else self.best_step
         elif kind == "gate":
-            self.gates[event["stage"]] = event
+            self.gates[event["stage"] or ""] = event
         elif kind == "restored":
             self._restored[event["revision"]] = event
         elif kind == "checkpoint":
