@@ -62,5 +62,5 @@ def verdict(gate: dict) -> str:
         return f"{gate['verdict']} against {gate['against']}"
     low, high = (number(value, 3) for value in gate["ci95"])
     mean = gate.get("mean_ratio")
-    of_mean = f"; its mean's is {number(mean, 3)}" if mean is not None and abs(mean / gate["ratio"] - 1) > 0.05 else ""
+    of_mean = f", {number(mean, 3)} of its mean's" if mean is not None and abs(mean / gate["ratio"] - 1) > 0.05 else ""
     return f"{gate['verdict']}: {number(gate['ratio'], 3)} ({low} to {high}) of the error of {gate['against']}{of_mean}"
