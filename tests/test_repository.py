@@ -199,6 +199,12 @@ def test_only_declared_packages_are_imported():
                 assert canonicalize_name(OWNERS.get(name, name)) in declared, f"{module} imports {name}"
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports them by name: the second would not be collected, and say so when all others have passed."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_packages_are_empty_and_all_installed():
     folders = sorted(path.parent for path in (ROOT / "upsnb").rglob("*.py"))
     names = sorted({".".join(folder.relative_to(ROOT).parts) for folder in folders})

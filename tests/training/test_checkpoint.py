@@ -307,8 +307,9 @@ def test_a_long_save_beats_while_it_writes_and_not_while_it_hangs(folder, make_s
 
     def slow(self, plan, planner):
         with open(self.path / "__0_0.distcp", "wb", buffering=0) as file:
-            for number in range(20):  # each time the watcher has looked once more
-                until(lambda number=number: len(looks) > number)
+            for _ in range(20):
+                seen = len(looks)
+                until(lambda seen=seen: len(looks) > seen)  # a look of the watcher's between two of these
                 file.write(b"x" * writes)
         raise OSError("done")
 

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import yaml
 
-from upsnb.data.layouts import AXES, GENERATOR, Family
+from upsnb.data.layouts import AXES, Family
 from upsnb.errors import DataError
 from upsnb.solvers.waves import Sample
 
@@ -81,7 +81,9 @@ def generate(
     begin, add = WRITERS[family.layout]
     with _unfinished(path, str(plan)) as handle:
         if "done" not in handle.attrs:  # begun now
-            handle.attrs["generator"], handle.attrs["seed"] = GENERATOR, seed
+            handle.attrs["generator"], handle.attrs["seed"] = "upsnb.data.generate", seed
+            if end != family.time_range[1]:  # released files have no such attribute: theirs is the family's
+                handle.attrs["until"] = end
             begin(handle, plan)
             handle.attrs["done"] = 0
         done = int(handle.attrs["done"])

@@ -19,7 +19,6 @@ from upsnb.solvers.waves import Sample
 from upsnb.values import CustomConfig
 
 AXES = ("x", "y", "z")
-GENERATOR = "upsnb.data.generate"  # value of the attribute that tells files made here from released ones
 BLOCK_BYTES = 32 * 2**20  # raw bytes read at a time: official files are 7.7 GiB, machines are not
 UPDATE_HINT = "it is an old release or a cut file: download the current one (or generate it, see upsnb.data.generate)"
 
@@ -282,13 +281,13 @@ def cell_centres(family: Family, grid: tuple[int, ...]) -> tuple[np.ndarray, ...
 
 
 def _times(family: Family, path: Path, handle: h5py.File, key: str, num_times: int) -> np.ndarray:
-    """The saved times, from the family's first to its last, if they were not generated to end elsewhere."""
+    """The saved times, from the family's first to its last, or to the end that the file was generated for."""
     times = even(path, key, _coordinate(family, path, handle, key, num_times))
-    made_here = handle.attrs.get("generator") == GENERATOR
-    if not made_here and not np.allclose(times[[0, -1]], family.time_range, atol=1e-3 * family.time_range[1]):
+    start, end = family.time_range[0], float(handle.attrs.get("until", family.time_range[1]))
+    if not np.allclose(times[[0, -1]], (start, end), atol=1e-3 * family.time_range[1]):
         raise DataError(
             f"{path}: {key} runs from {times[0]:g} to {times[-1]:g} over {num_times} frames, {family.name}"
-            f" runs from {family.time_range[0]:g} to {family.time_range[1]:g} -> {UPDATE_HINT}"
+            f" runs from {start:g} to {end:g} -> {UPDATE_HINT}"
         )
     return times
 
