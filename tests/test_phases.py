@@ -35,6 +35,7 @@ ON = {  # params file: the phases that it switches on, by number or as extras
     "pipeline_2gpu": {1, 6, 8},
     "pipeline_4gpu": {1, 6, 8},
     "pipeline_darcy": {1},
+    "pipeline_diffusion": set(),
     "pipeline_kolmogorov": {1},
     "pipeline_ks": {1},
     "quick": set(),
@@ -135,8 +136,8 @@ def test_fused_needs_no_gpu_and_flex_attention_does():
     ("path", "value"),
     [
         ("diffusion.hidden_dim", 128),
-        ("stages.diff_residual.epochs", 3),
-        ("stages.diff_residual.optimizer.lr", 1e-3),
+        ("stages.consistency_distill.epochs", 3),
+        ("stages.consistency_distill.optimizer.lr", 1e-3),
         ("stages.consistency_distill.scheduler.name", "constant"),
     ],
 )

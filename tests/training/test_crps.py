@@ -86,7 +86,7 @@ def test_members_differ_and_are_found_again_whatever_stands_beside_them(setup):
     torch.testing.assert_close(drawn[:, 1:3], of_two, rtol=1e-4, atol=1e-5)
     other = model.ensemble("advection", batch.inputs, batch.parameters, 0.05, 6, members=3, seed=1)
     assert not torch.allclose(drawn, other)
-    numbers = model.noise([0, 1], 0, 3), model.noise([0, 1], 1, 3)
+    numbers = [model.noise(stages.NOISE, [0, 1], member, 3) for member in range(2)]
     assert numbers[0].shape == (3, 2, stages.NOISE)
     together = torch.cat([row.flatten() for row in numbers])
     assert len(set(together.tolist())) == together.numel(), "each call of each member draws its own"
@@ -231,7 +231,7 @@ def test_what_passed_answers_and_its_ensembles_are_reported(tiny_config, train_h
     assert handle.Run(tmp_path).predict(fields, "advection", 0.4, members=2, seed=4).shape == (2, 3, 2, 1, 32)
     with pytest.raises(DataError, match="members: got 0 -> give 1 or more"):
         inference.predict(model, fields, "advection", 0.4, members=0)
-    with pytest.raises(DataError, match="members: UPS draws nothing -> train stages.crps"):
+    with pytest.raises(DataError, match="members: UPS draws nothing -> train stages.crps or stages.diff_residual"):
         inference.predict(load_model(tmp_path, stage="operator"), fields, "advection", 0.4, members=2)
 
 

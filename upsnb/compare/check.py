@@ -43,7 +43,7 @@ EAGER = "no phase"
 RESULT = "result.json"
 PARTIAL = (  # no recipes, or whose first stage says little
     *("rehearse", "pdebench_files", "pdebench_full", "smoke", "minute", "memory_reference"),
-    *("pipeline_ks", "pipeline_kolmogorov", "pipeline_darcy"),
+    *("pipeline_ks", "pipeline_kolmogorov", "pipeline_darcy", "pipeline_diffusion"),
 )
 ON_TOP = ("conservative", "aggressive")  # of a whole config
 SMALL = {"training.batch_size": 2, "training.accum_steps": 1, "operator.pdet.depth": 2}  # where there is no GPU

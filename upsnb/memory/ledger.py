@@ -143,6 +143,8 @@ class Ledger(TorchDispatchMode):
                 module.register_forward_hook(lambda *_: self._leave(), always_call=True),
             )
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:  # of a model before, which is frozen
+                continue
             owner = name.rpartition(".")[0]
             self._hooks.append(
                 parameter.register_post_accumulate_grad_hook(

@@ -62,7 +62,7 @@ class Rehearsal:
     def __init__(self, config: RunConfig, root: Path, device: torch.device):
         self.config, self.device = config, device
         self.outlines = outlines(config, root)
-        training, stage = config.training, max(config.stages.planned, key=config.passes)
+        training, stage = config.training, max(reversed(config.stages.planned), key=config.passes)
         self.calls = config.calls(stage)
         with device:  # fake tensors cannot be moved in place
             objective = stages.build(config, self.outlines, stage)

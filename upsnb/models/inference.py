@@ -36,7 +36,7 @@ def predict(
         parameters: of the equation: one number, (P,) for all samples or (B, P); may be left out where there was only
             one value to train on.
         num_frames: to predict, each call fed with the forecast before it; None: as many as one call gives.
-        members: forecasts of each sample that are drawn, by a model of the stage `crps`; None: one, its middle.
+        members: forecasts of each sample that are drawn, by a model of a stage that draws; None: one, its middle.
         seed: of what is drawn; the same seed gives the same members.
     Returns:
         (B, num_frames, C_out, *grid) float32, without B for one sample, and (members, ...) of those; a tensor, on its
@@ -62,7 +62,7 @@ def predict(
         raise DataError(f"num_frames: got {num_frames!r}{most} -> give {'1 or more' if spec.time_dependent else '1'}")
     if members is not None and (not isinstance(members, int | np.integer) or members < 1 or not model.draws):
         found = f"got {members!r}" if model.draws else f"{model.called} draws nothing"
-        remedy = "give 1 or more" if model.draws else "train stages.crps, or leave members out"
+        remedy = "give 1 or more" if model.draws else "train stages.crps or stages.diff_residual, or leave members out"
         raise DataError(f"members: {found} -> {remedy}")
     for said in (*_far_fields(spec, x), *_far_parameters(spec, values)):
         warnings.warn(f"{said} -> take the answer for a guess", stacklevel=3)  # where Run.predict was called

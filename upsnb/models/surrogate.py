@@ -25,7 +25,7 @@ class Surrogate(nn.Module, ABC):
     """
 
     any_points = False  # whether `predict` can be asked for other points than those of the grid
-    draws = 0  # how many random numbers a call is given after its parameters: 0 until it was trained to take any
+    draws = 0  # how many random numbers a call on the training grid may be given after its parameters
 
     def __init__(self, specs: dict[str, DatasetSpec]):
         super().__init__()
@@ -104,6 +104,10 @@ class Surrogate(nn.Module, ABC):
         """Modules that are compiled one by one where they are sharded, each called as a whole. May be written."""
         return self.blocks()
 
+    def num_draws(self, name: str, grid: tuple[int, ...]) -> int:
+        """How many random numbers a call on a grid may be given. May be written, where that depends on it."""
+        return self.draws
+
     def take_noise(self, count: int) -> bool:
         """Make room for so many random numbers after the parameters, without effect until trained. May be written.
 
@@ -128,12 +132,10 @@ class Surrogate(nn.Module, ABC):
         """Physical (B, P) -> zero mean and unit variance over the training split; then `draws` random numbers.
 
         Args:
-            noise: (B, draws) standard normal; None: zeros, the middle of what the model might draw.
+            noise: (B, draws) standard normal; None: none, the middle of what the model might draw.
         """
         values = (parameters - self.constant(name, "parameter_mean")) / self.constant(name, "parameter_std")
-        if not self.draws:
-            return values
-        return torch.cat((values, values.new_zeros(len(values), self.draws) if noise is None else noise), dim=-1)
+        return values if noise is None else torch.cat((values, noise), dim=-1)
 
     def relative_dt(self, name: str, fields: Tensor, dt: float) -> Tensor:
         """Time between frames over that of the training data, (B,); 1 where nothing changes in time."""
@@ -163,7 +165,7 @@ class Surrogate(nn.Module, ABC):
 
         Args:
             given: (B, T >= input_frames, C, *grid) physical; the last input_frames are used.
-            noise: (calls, B, draws) for each call, from `noise`; None: zeros.
+            noise: (calls, B, draws) for each call, from `noise`; None: none.
         Returns:
             (B, num_frames, C_out, *grid) physical.
         """
@@ -179,16 +181,17 @@ class Surrogate(nn.Module, ABC):
             x = self.next_inputs(name, x, frames[-1])
         return self.denormalise(name, torch.cat(frames, dim=1)[:, :num_frames])
 
-    def noise(self, samples: Iterable[int], member: int, calls: int, seed: int = 0) -> Tensor:
+    def noise(self, draws: int, samples: Iterable[int], member: int, calls: int, seed: int = 0) -> Tensor:
         """What a member of an ensemble is made of: (calls, B, draws), the same for a sample whatever stands beside it.
 
         Args:
+            draws: random numbers of a call, from `num_draws`.
             samples: a number of each sample.
         """
         rows = []
         for sample in samples:
             generator = torch.Generator().manual_seed(seed + 1_000_003 * (int(sample) + 1) + 7_919 * (member + 1))
-            rows.append(torch.randn(calls, self.draws, generator=generator))
+            rows.append(torch.randn(calls, draws, generator=generator))
         return torch.stack(rows, dim=1)
 
     def ensemble(
@@ -211,7 +214,8 @@ class Surrogate(nn.Module, ABC):
         """
         samples = list(range(len(given)) if samples is None else samples)
         calls = -(-num_frames // self.specs[name].output_frames)
-        noise = torch.cat([self.noise(samples, member, calls, seed) for member in range(members)], dim=1)
+        draws = self.num_draws(name, tuple(given.shape[3:]))
+        noise = torch.cat([self.noise(draws, samples, member, calls, seed) for member in range(members)], dim=1)
         given, parameters = (some.repeat(members, *(1,) * (some.dim() - 1)) for some in (given, parameters))
         rolled = self.rollout(name, given, parameters, dt, num_frames, noise.to(given.device))
         return rolled.unflatten(0, (members, -1))

@@ -44,7 +44,7 @@ class Condition(nn.Module):
     def forward(self, parameters_BP: Tensor, relative_dt_B: Tensor) -> Tensor:
         count = self.values.in_features - 1
         known = self.values(torch.cat((parameters_BP[:, :count], relative_dt_B[:, None]), dim=-1))
-        return self.mix(known if self.noise is None else known + self.noise(parameters_BP[:, count:]))
+        return self.mix(known + self.noise(parameters_BP[:, count:]) if parameters_BP.shape[1] > count else known)
 
 
 class UPS(Surrogate):

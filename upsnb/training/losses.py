@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from upsnb.config import StageConfig, TrainingConfig
 from upsnb.data.batches import Batch
+from upsnb.data.datasets import Dataset
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
@@ -140,6 +142,12 @@ class Objective(nn.Module, ABC):
         """The terms of `weights` that act on this microbatch, each a scalar of unit weight.
 
         Networks run in the autocast dtype that stands around the call; losses and FFTs are to be float32.
+        """
+
+    def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
+        """Measure what the stage must know before its first step, by the weights it starts from. May be written.
+
+        Not called where a run goes on: what is measured belongs into buffers, which are saved.
         """
 
     @abstractmethod

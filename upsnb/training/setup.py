@@ -101,6 +101,8 @@ class Setup:
         lap("data")
         objective = stages.build(config, datasets, stage, weights).to(device)
         model = objective.model
+        if weights is not None:
+            objective.begin(datasets, log if ranks.rank == 0 else lambda message: None)
         if device.type == "cuda" and config.model.build != RunConfig().model.build:  # the kernel has seen a CPU only
             for said in preflight.examine(objective, config).raise_errors(config):
                 log(f"warning: {said}")
@@ -234,7 +236,7 @@ class Setup:
         if self.ranks.world_size > 1 or training.use_fsdp2 or training.compile:  # optimizers must not step on zeros
             for unreached in self.objective.unreached(computed):
                 unreached.zero_grad(set_to_none=True)
-        means = torch.stack([_mean(values) for values in (totals, *terms.values())])
+        means = torch.stack([torch.stack(v).mean() if len(v) > 1 else v[0] for v in (totals, *terms.values())])
         if self.ranks.world_size > 1:  # one small message, so that a curve does not depend on the number of ranks
             torch.distributed.all_reduce(means)
             means /= self.ranks.world_size
@@ -381,10 +383,6 @@ class Setup:
             self.generator.set_state(random["generator"].cpu())
             if self.ranks.device.type == "cuda":
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
-
-
-def _mean(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).mean() if len(values) > 1 else values[0]
 
 
 def build_optimizers(model: Surrogate, config: RunConfig, stage: str = stages.OPERATOR) -> list[torch.optim.Optimizer]:

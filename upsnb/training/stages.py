@@ -16,9 +16,11 @@ from upsnb.data.datasets import Dataset, Outline
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, Problem
 from upsnb.models import chosen
+from upsnb.models.diffusion import ResidualDiffusion
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import LOSS_TERMS
+from upsnb.training.diffusion import DiffusionObjective
 from upsnb.training.losses import CrpsObjective, FieldObjective, Objective, UPSObjective
 
 Datasets = Mapping[str, Dataset | Outline]
@@ -44,12 +46,22 @@ def crps(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Obj
     return CrpsObjective(before, config.training)
 
 
+def diff_residual(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
+    """A second model of the same kind that draws what is to be added to the forecasts of the first, which is frozen."""
+    return DiffusionObjective(ResidualDiffusion(before, config), config.training)
+
+
 def _of_fields(model: Surrogate, config: RunConfig) -> FieldObjective:
     return (UPSObjective if isinstance(model, UPS) else FieldObjective)(model, config.training)
 
 
 # the settings of each, and their order: config.StagesConfig
-STAGES: dict[str, Stage] = {OPERATOR: operator, "finetune": finetune, "crps": crps}
+STAGES: dict[str, Stage] = {
+    OPERATOR: operator,
+    "finetune": finetune,
+    "crps": crps,
+    "diff_residual": diff_residual,
+}
 
 
 def build(

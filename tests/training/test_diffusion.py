@@ -1,0 +1,231 @@
+"""The diffusion stage: its noise levels, what it minimises, what it draws, and what it does to a run."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from upsnb import overlays
+from upsnb.errors import DataError
+from upsnb.memory.predict import predict as predict_memory
+from upsnb.models import diffusion, inference
+from upsnb.runs import handle, runfolder
+from upsnb.training import gates, stages
+from upsnb.training.diffusion import DiffusionObjective
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup, load_model
+
+NAME = "diff_residual"
+FNO = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
+FNO |= {"optimizer.name": "adamw"}
+STAGES = {f"stages.{NAME}.epochs": 2, "evaluation.members": 4, "training.ema_decay": 0.9}
+
+
+@pytest.fixture
+def setup(tiny_config, tmp_path):
+    """`setup()`: everything a step of this stage needs, begun at the operator's weights."""
+
+    def make(**overlay) -> Setup:
+        config = tiny_config(**{f"stages.{NAME}.epochs": 1, **overlay})
+        weights = stages.build(config, Setup.build(config, tmp_path, Ranks(), print).datasets).model.state_dict()
+        return Setup.build(config, tmp_path, Ranks(), lambda message: None, NAME, weights)
+
+    return make
+
+
+def batch_of(setup, name):
+    return next(batch for batch in setup.loader.peek() if batch.dataset == name)
+
+
+class Exact(torch.nn.Module):
+    """The denoiser's part of a process whose corrections are normal: all that can be known of them, in closed form."""
+
+    def __init__(self, channels: int, mean: float, std: float):
+        super().__init__()
+        self.channels, self.mean, self.std = channels, mean, std
+
+    def predict(self, name, x, parameters, relative_dt):
+        sigma = (4 * parameters[:, -1]).exp().reshape(-1, *(1,) * (x.dim() - 1))
+        keep = (1 + sigma.square()).rsqrt()
+        z = x[:, :, -self.channels :] / keep
+        share = self.std**2 / (self.std**2 + sigma.square())
+        return ((self.mean + share * (z - self.mean)) - keep.square() * z) / (sigma * keep)
+
+
+def exact(model, name, mean, std):
+    """The model with a denoiser that knows the answer."""
+    spec = model.specs[name]
+    model.denoiser = Exact(spec.output_frames * spec.output_channels, mean, std)
+    return model.eval()
+
+
+def test_noise_levels_fall_from_the_highest_to_none():
+    levels = diffusion.noise_levels(8)  # any number
+    assert levels[0] == pytest.approx(20) and levels[-2] == pytest.approx(0.01) and levels[-1] == 0
+    assert len(levels) == 9 and levels == sorted(levels, reverse=True)
+    roots = np.array(levels[:-1]) ** (1 / 7)
+    np.testing.assert_allclose(np.diff(roots), np.diff(roots)[0])
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.4, 0.5), (-1.0, 0.1)])
+def test_with_an_exact_denoiser_what_is_drawn_has_the_mean_and_spread_of_the_errors(setup, mean, std):
+    made = setup()
+    model, batch = exact(made.model, "advection", mean, std), batch_of(made, "advection")
+    model.set_spread("advection", torch.tensor([1.0]), torch.tensor([0.25]))
+    given, parameters = batch.inputs[:2], batch.parameters[:2]
+    drawn = model.ensemble("advection", given, parameters, 0.05, 2, members=64)
+    forecast = model.before.eval().rollout("advection", given, parameters, 0.05, 2)
+    errors = (drawn - forecast) / model.specs["advection"].output_std[0] / 0.25
+    assert errors.mean().item() == pytest.approx(mean, abs=0.03)
+    assert errors.std().item() == pytest.approx(std, rel=0.09), "through 12 noise levels"
+
+
+def test_its_loss_is_least_for_an_exact_denoiser_and_one_for_none(setup):
+    made = setup(**{"training.batch_size": 12})
+    objective, model, batch = made.objective, made.model, batch_of(made, "advection")
+    error = objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)[0]
+    model.set_spread("advection", error.square().mean().sqrt()[None], torch.ones(1))
+
+    def loss() -> float:
+        made.generator.manual_seed(5)
+        with torch.no_grad():
+            return np.mean([objective(batch, {"diffusion": 1.0}, None)[0].item() for _ in range(200)])
+
+    untrained = loss()
+    exact(model, "advection", 0.0, 1.0)  # of what is as wide as the errors and knows nothing of them: says 0
+    assert loss() == pytest.approx(1.0, rel=0.1) and untrained > 0.9
+    exact(model, "advection", 0.0, 3.0)
+    assert loss() > 1.05
+
+
+def test_what_noise_was_added_and_what_is_to_be_said_are_those_of_the_paper(setup):
+    """With what the network should have said, denoising gives the error back, whatever the noise."""
+    made = setup()
+    objective, model, batch = made.objective, made.model, batch_of(made, "advection")
+    error, *given = objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
+    noise, level = torch.randn(error.shape), torch.linspace(0.01, 20, len(error))
+    sigma = level.reshape(-1, 1, 1, 1)
+    wanted = (sigma * error - noise) * (1 + sigma.square()).rsqrt()
+    model.denoiser.predict = lambda *asked: wanted.reshape(len(error), 1, -1, *error.shape[3:])
+    found, _ = model.denoise("advection", error + sigma * noise, level, tuple(given))
+    torch.testing.assert_close(found, error, rtol=1e-4, atol=1e-4)
+
+
+def test_corrections_are_as_wide_as_errors_on_samples_that_were_not_trained_on(setup):
+    made = setup()
+    batch = batch_of(made, "darcy")
+    for name in ("advection", "darcy"):
+        seen, unseen = made.model.state_dict()[f"spread_{name}"]
+        assert seen > 0 and unseen > 0 and seen != unseen, "of other samples"
+    model = exact(made.model, "darcy", 0.0, 1.0)
+    drawn = []
+    for unseen in (0.5, 1.0):
+        model.set_spread("darcy", torch.ones(1), torch.tensor([unseen]))
+        drawn.append(model.ensemble("darcy", batch.inputs, batch.parameters, 0.0, 1, members=2))
+    forecast = model.before(batch.dataset, batch.inputs, batch.parameters, 0.0)
+    torch.testing.assert_close(2 * (drawn[0] - forecast), drawn[1] - forecast, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("overlay", [{}, FNO], ids=["ups", "fno"])
+def test_a_step_trains_the_denoiser_and_leaves_the_operator_as_it_was(setup, overlay):
+    made = setup(**overlay)
+    assert isinstance(made.objective, DiffusionObjective)
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    made.set_learning_rate(0.5)
+    for step in range(6):
+        made.step(made.loader.peek(), step)
+    moved = {name for name, value in made.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if name.startswith("denoiser.")}
+    assert not made.model.before.training and made.model.denoiser.training
+
+
+@pytest.mark.parametrize("overlay", [{}, FNO], ids=["ups", "fno"])
+def test_the_noise_level_changes_what_is_said(setup, overlay):
+    made = setup(**overlay)
+    draws = torch.Generator().manual_seed(3)
+    for parameter in made.model.denoiser.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=draws)
+    model, batch = made.model.eval(), batch_of(made, "advection")
+    error, *given = made.objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
+    said = [model.denoise("advection", error, torch.full((len(error),), s), tuple(given))[1] for s in (0.5, 0.6)]
+    assert (said[0] - said[1]).abs().max() > 1e-4
+
+
+def test_members_are_found_again_on_any_grid_and_at_points(setup):
+    made = setup()
+    model, batch = made.model.eval(), batch_of(made, "advection")
+    asked = "advection", batch.inputs, batch.parameters, 0.05, 6
+    drawn = model.ensemble(*asked, members=3)
+    assert drawn.shape[:3] == (3, len(batch.inputs), 6) and (drawn[0] - drawn[1]).abs().max() > 1e-4
+    of_two = model.ensemble("advection", batch.inputs[1:3], batch.parameters[1:3], 0.05, 6, 3, samples=[1, 2])
+    torch.testing.assert_close(drawn[:, 1:3], of_two, rtol=1e-3, atol=1e-4)
+    finer = batch.inputs.repeat_interleave(2, dim=-1)
+    assert model.ensemble("advection", finer, batch.parameters, 0.05, 2, members=2).shape[-1] == 64
+    centres = (torch.arange(32)[:, None] + 0.5) / 32
+    on_grid, at = (model("advection", batch.inputs, batch.parameters, 0.05, points) for points in (None, centres))
+    torch.testing.assert_close(on_grid, at, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def run(tiny_config, train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(gates, "FEWEST", 2)
+    events = train_here(tiny_config(**STAGES, **{"stages.finetune.epochs": 1}), tmp_path)
+    return events, tmp_path
+
+
+def test_a_run_trains_it_from_the_operator_judges_it_and_can_be_asked(run):
+    events, folder = run
+    assert [event["stage"] for event in events if event["kind"] == "start"] == ["operator", "finetune", NAME]
+    said = [event["message"] for event in events if "times those on training samples" in event.get("message", "")]
+    assert len(said) == 2
+    (judged,) = [event for event in events if event["kind"] == "gate" and event["stage"] == NAME]
+    assert judged["against"] == "finetune" and judged["ratio"] > 0
+    assert {found["members"] for found in runfolder.measured(folder, NAME).values()} == {4}
+    weights = gates.kept(folder, "operator")
+    model = load_model(folder, stage=NAME)
+    assert all(torch.equal(value, weights[name]) for name, value in model.before.state_dict().items())
+    fields = np.random.default_rng(0).normal(size=(2, 2, 1, 32))
+    drawn = handle.Run(folder).predict(fields, "advection", 0.4, num_frames=4, members=3, stage=NAME)
+    assert drawn.shape == (3, 2, 4, 1, 32) and drawn.std(axis=0).min() > 0
+    with pytest.raises(DataError, match="draws nothing"):
+        inference.predict(load_model(folder, stage="operator"), fields, "advection", 0.4, members=2)
+
+
+def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path):
+    class Killed(Exception):
+        pass
+
+    overlay = {**STAGES, "checkpoint.interval": 5}
+    whole = train_here(tiny_config(**overlay), tmp_path / "whole")
+    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == NAME][0]
+
+    def kill(step):
+        if step == first + 7:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_here(tiny_config(**overlay), tmp_path / "cut", at_step=kill)
+    train_here(tiny_config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
+    there, again = (gates.kept(tmp_path / name, NAME) for name in ("whole", "cut"))
+    assert all(torch.equal(value, again[name]) for name, value in there.items())
+    assert any("spread_" in name for name in there), "and with it what was measured when it began"
+
+
+def test_phases_are_flipped_in_it(setup):
+    made = setup()
+    batches = made.loader.peek()
+    losses = []
+    half = {"training.amp": True, "training.amp_dtype": "bfloat16"}
+    for changes in ({}, half, {"operator.pdet.use_activation_checkpoint": True}):
+        made.update(overlays.apply(made.config, changes))
+        loss, _, norm = made.step(batches, 0)
+        losses.append(loss.item())
+        assert math.isfinite(loss.item()) and norm > 0
+    assert all(getattr(block, "recompute", None) for block in made.model.denoiser.blocks())
+
+
+def test_memory_is_predicted_for_both_models(tiny_config, data_root):
+    plain, config = (tiny_config(names=("advection",), **more) for more in ({}, {f"stages.{NAME}.epochs": 1}))
+    first, later = (predict_memory(each, data_root).nbytes for each in (plain, config))
+    assert later > first
