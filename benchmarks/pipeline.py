@@ -1,10 +1,10 @@
 """What do the stages after the operator add, and is it worth their time? Chaos, and a problem with one answer.
 
-    python benchmarks/pipeline.py    # 40 quiet minutes; writes outputs/reference/pipeline/
+    python benchmarks/pipeline.py    # 90 quiet minutes; writes outputs/reference/pipeline/
 
 Kuramoto-Sivashinsky flow, which is chaotic, and Darcy flow, where there ought to be nothing to gain: the runs of
-params/pipeline_*.yaml, whose `finetune` and `crps` begin at the operator's weights and have the same time. Gates look
-at the validation split. The numbers here are of the test split, by the weights that each stage ended with; beside them
+params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates look at the
+validation split. The numbers here are of the test split, by the weights that each stage ended with; beside them
 the cheapest ensemble there is, fine-tuning's forecasts of given frames that noise was added to.
 """
 
@@ -29,7 +29,12 @@ from upsnb.training import evaluation
 from upsnb.training.parallel import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-PRESETS = {"pipeline_ks": (42, 43, 44), "pipeline_darcy": (42,)}  # and seeds
+PRESETS = {  # params files, on top of each other, and seeds
+    "pipeline_ks": (42, 43, 44),
+    "pipeline_darcy": (42,),
+    "pipeline_ks+pipeline_diffusion": (42,),
+    "pipeline_darcy+pipeline_diffusion": (42,),
+}
 PERTURBED, SIZES = "finetune, perturbed", (3e-4, 1e-3, 3e-3, 1e-2)  # noise, of which validation chooses [std]
 KEPT = (  # of what is found of a stage
     *("members", "crps", "mean_nrmse", "spread_skill", "coverage", "rank_histogram", "forecast_s"),
@@ -79,7 +84,8 @@ def trained(preset: str, seed: int, folder: Path, size: float | None) -> list[di
     Args:
         size: of that one's noise, as the first seed has found it.
     """
-    config = overlays.load(ROOT / f"params/{preset}.yaml", overrides={"training.seed": seed})
+    files = [ROOT / f"params/{name}.yaml" for name in preset.split("+")]
+    config = overlays.load(*files, overrides={"training.seed": seed})
     run = handle.Run.attach(folder) if folder.exists() else handle.start(config, folder)
     run.wait()
     events = run.events(("gate", "step", "end"))
@@ -126,12 +132,13 @@ def figures(preset: str, rows: Sequence[dict], folder: Path) -> None:
     )
     style.save(crps, folder, f"{preset}_crps")
     style.save(plots.correlations(times, curves, title=f"{title}; {of}"), folder, f"{preset}_correlation")
-    drawn = [row for row in rows if row["stage"] == "crps"]
-    (ranks,) = medians(drawn, "rank_histogram").values()
-    spread, error = (next(iter(medians(drawn, "over_time", key).values())) for key in ("spread", "mean_rmse"))
-    wide = number(float(np.median([row["spread_skill"] for row in drawn])), 2)
-    title = f"{drawn[0]['stage']}, {drawn[0]['members']} members: spread over skill {wide}; {of}"
-    style.save(plots.calibration(times, spread, error, ranks, title=title), folder, f"{preset}_calibration")
+    for stage in dict.fromkeys(row["stage"] for row in rows if row["members"] > 1 and row["stage"] != PERTURBED):
+        drawn = [row for row in rows if row["stage"] == stage]
+        (ranks,) = medians(drawn, "rank_histogram").values()
+        spread, error = (next(iter(medians(drawn, "over_time", key).values())) for key in ("spread", "mean_rmse"))
+        wide = number(float(np.median([row["spread_skill"] for row in drawn])), 2)
+        title = f"{stage}, {drawn[0]['members']} members: spread over skill {wide}; {of}"
+        style.save(plots.calibration(times, spread, error, ranks, title=title), folder, f"{preset}_{stage}_calibration")
 
 
 def main() -> None:

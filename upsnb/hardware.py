@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from upsnb.config import RunConfig, setting
+from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, Problem
 
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # there while one is loaded
@@ -238,17 +238,11 @@ def _beyond(path: str, nbytes: float, there: float, what: str, remedy: str) -> l
     return [Problem(path, found, remedy)] if nbytes > there > 0 else []
 
 
-_NOT_YET = ("diffusion.hidden_dim", "stages.consistency_distill")  # read by nothing so far
-
-
 def _not_yet(config: RunConfig) -> list[Problem]:
     """Settings of what this version does not have that are not as they come."""
-    default = RunConfig()
-    return [
-        Problem(path, "this version has no stage that reads it", "leave it out")
-        for path in _NOT_YET
-        if setting(config, path) != setting(default, path)
-    ]
+    if config.diffusion.hidden_dim == RunConfig().diffusion.hidden_dim:
+        return []
+    return [Problem("diffusion.hidden_dim", "the denoiser is as wide as the operator", "leave it out")]
 
 
 def _why_no_cuda() -> str:

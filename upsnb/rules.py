@@ -127,6 +127,12 @@ def contradictions(config) -> list[Problem]:
         "no dataset is there from epoch 0 on",
         "leave one of them out",
     )
+    require(
+        "consistency_distill" not in stages or "diff_residual" in stages,
+        "stages.consistency_distill.epochs",
+        "there is no diffusion model to learn from",
+        "train stages.diff_residual too",
+    )
     chosen = {f"stages.{name}.optimizer": getattr(config.stages, name).optimizer for name in stages}
     for path, optimizer in {"optimizer": config.optimizer, **chosen}.items():
         require(

@@ -37,16 +37,17 @@ def test_ranks_measure_together_what_one_alone_finds_of_the_weights_they_left(
     num_ranks, sharded, tiny_config, tmp_path
 ):
     ranks = {"training.num_gpus": num_ranks, "training.batch_size": 8 // num_ranks, "training.use_fsdp2": sharded}
-    run = handle.start(tiny_config(**THREE, **ranks), tmp_path / "run", attached=True)
+    drawn = {"stages.diff_residual.epochs": 1}
+    run = handle.start(tiny_config(**THREE, **drawn, **ranks), tmp_path / "run", attached=True)
     assert run.wait() == "finished", run.log_tail()
     for stage in run.config.stages.planned:
         there, again = runfolder.measured(run.folder, stage), judged_again(run, stage)
         for name, found in again.items():
             assert sorted(there[name]["samples"]) == sorted(found["samples"]), "each sample, and each once"
             assert there[name]["crps"] == pytest.approx(found["crps"], rel=1e-3)
-            assert there[name]["members"] == found["members"] == (4 if stage == "crps" else 1)
+            assert there[name]["members"] == found["members"] == (4 if stage in ("crps", "diff_residual") else 1)
     events = {event["stage"]: event for event in run.events(("gate",))}
-    for stage, against in (("finetune", "operator"), ("crps", "finetune")):
+    for stage, against in (("finetune", "operator"), ("crps", "finetune"), ("diff_residual", "crps")):
         expected = gates.compared(*(runfolder.measured(run.folder, one) for one in (stage, against)))
         assert {key: events[stage][key] for key in expected} == expected
     passed = [stage for stage, event in events.items() if event["verdict"] == "pass"]

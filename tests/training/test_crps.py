@@ -213,7 +213,7 @@ def test_a_run_trains_it_from_the_operator_and_judges_it_against_finetune(run):
 
 def test_what_passed_answers_and_its_ensembles_are_reported(tiny_config, train_here, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gates, "judge", lambda ours, theirs: {"verdict": "pass", "ratio": 0.5, "ci95": [0.4, 0.6], "samples": 2}
+        gates, "judge", lambda ours, theirs, bar: {"verdict": "pass", "ratio": 0.5, "ci95": [0.4, 0.6], "samples": 2}
     )
     train_here(tiny_config(**STAGES), tmp_path)
     found = results.read_evaluation(tmp_path, handle.Run(tmp_path).events())
@@ -237,7 +237,7 @@ def test_what_passed_answers_and_its_ensembles_are_reported(tiny_config, train_h
 
 def test_what_did_not_pass_is_left_out_of_the_report_unless_asked_for(tiny_config, train_here, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gates, "judge", lambda ours, theirs: {"verdict": "harm", "ratio": 1.5, "ci95": [1.4, 1.6], "samples": 2}
+        gates, "judge", lambda ours, theirs, bar: {"verdict": "harm", "ratio": 1.5, "ci95": [1.4, 1.6], "samples": 2}
     )
     monkeypatch.setattr(gates, "FEWEST", 1)
     train_here(tiny_config(**STAGES), tmp_path)

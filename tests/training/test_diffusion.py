@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from upsnb import overlays
-from upsnb.errors import DataError
+from upsnb.errors import ConfigError, DataError
 from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import diffusion, inference
 from upsnb.runs import handle, runfolder
 from upsnb.training import gates, stages
-from upsnb.training.diffusion import DiffusionObjective
+from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
 
-NAME = "diff_residual"
+NAME, STUDENT = "diff_residual", "consistency_distill"
 FNO = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
 FNO |= {"optimizer.name": "adamw"}
 STAGES = {f"stages.{NAME}.epochs": 2, "evaluation.members": 4, "training.ema_decay": 0.9}
@@ -108,7 +108,7 @@ def test_what_noise_was_added_and_what_is_to_be_said_are_those_of_the_paper(setu
     sigma = level.reshape(-1, 1, 1, 1)
     wanted = (sigma * error - noise) * (1 + sigma.square()).rsqrt()
     model.denoiser.predict = lambda *asked: wanted.reshape(len(error), 1, -1, *error.shape[3:])
-    found, _ = model.denoise("advection", error + sigma * noise, level, tuple(given))
+    found, _ = diffusion.denoise(model.denoiser, "advection", error + sigma * noise, level, tuple(given))
     torch.testing.assert_close(found, error, rtol=1e-4, atol=1e-4)
 
 
@@ -148,8 +148,11 @@ def test_the_noise_level_changes_what_is_said(setup, overlay):
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=draws)
     model, batch = made.model.eval(), batch_of(made, "advection")
     error, *given = made.objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
-    said = [model.denoise("advection", error, torch.full((len(error),), s), tuple(given))[1] for s in (0.5, 0.6)]
-    assert (said[0] - said[1]).abs().max() > 1e-4
+    low, high = (
+        diffusion.denoise(model.denoiser, "advection", error, torch.full((len(error),), level), tuple(given))[1]
+        for level in (0.5, 0.6)
+    )
+    assert (low - high).abs().max() > 1e-4
 
 
 def test_members_are_found_again_on_any_grid_and_at_points(setup):
@@ -229,3 +232,140 @@ def test_memory_is_predicted_for_both_models(tiny_config, data_root):
     plain, config = (tiny_config(names=("advection",), **more) for more in ({}, {f"stages.{NAME}.epochs": 1}))
     first, later = (predict_memory(each, data_root).nbytes for each in (plain, config))
     assert later > first
+
+
+# -- the student -------------------------------------------------------------------------------------------------------
+
+
+class ExactStudent(Exact):
+    """Where the paths of `Exact` begin, at the lowest noise level, in closed form."""
+
+    def predict(self, name, x, parameters, relative_dt):
+        sigma = (4 * parameters[:, -1]).exp().reshape(-1, *(1,) * (x.dim() - 1))
+        scale, above = (1 + sigma.square()).rsqrt(), sigma - diffusion.LOWEST
+        z = x[:, :, -self.channels :] / scale
+        wide = ((self.std**2 + diffusion.LOWEST**2) / (self.std**2 + sigma.square())).sqrt()
+        wanted = self.mean + wide * (z - self.mean)
+        said = (wanted - z / (1 + above.square())) / (above * scale)
+        return torch.where(above > 1e-6, said, 0.0)
+
+
+@pytest.fixture
+def taught(setup, tmp_path):
+    """`taught()`: what a step of the student needs, begun at a diffusion model's weights."""
+
+    def make(**overlay) -> Setup:
+        teacher = setup(**{f"stages.{STUDENT}.epochs": 1, **overlay})
+        weights = teacher.model.state_dict()
+        return Setup.build(teacher.config, tmp_path, Ranks(), lambda message: None, STUDENT, weights)
+
+    return make
+
+
+def test_a_student_begins_as_its_teacher_and_takes_its_spread(taught):
+    made = taught()
+    model, weights = made.model, made.model.state_dict()
+    assert isinstance(made.objective, ConsistencyObjective)
+    of_teacher = {name: value for name, value in weights.items() if name.startswith("teacher.")}
+    assert of_teacher and all(
+        torch.equal(value, weights[name.replace("teacher.", "denoiser.", 1)]) for name, value in of_teacher.items()
+    )
+    assert all(weights[f"spread_{name}"].ne(1).all() for name in model.specs)
+
+
+def test_at_the_lowest_level_a_student_gives_back_what_it_is_given(taught):
+    made = taught()
+    batch = batch_of(made, "advection")
+    z, *given = made.objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
+    level = torch.full((len(z),), diffusion.LOWEST)
+    found, _ = diffusion.denoise(made.model.denoiser, "advection", z, level, tuple(given), diffusion.LOWEST)
+    torch.testing.assert_close(found, z, rtol=1e-6, atol=1e-6)
+
+
+def test_its_loss_is_least_for_a_student_that_knows_the_paths_of_its_teacher(taught):
+    """One that answers with the mean, as squared errors would have it, is told from one that keeps the spread."""
+    made = taught(**{"training.batch_size": 12})
+    objective, model, batch = made.objective, made.model, batch_of(made, "advection")
+    channels = 2
+    model.teacher = Exact(channels, 0.0, 1.0)
+
+    def loss(student) -> float:
+        model.denoiser = student
+        made.generator.manual_seed(5)
+        with torch.no_grad():
+            return np.mean([objective(batch, {"consistency": 1.0}, None)[0].item() for _ in range(100)])
+
+    knows, mean = loss(ExactStudent(channels, 0.0, 1.0)), loss(Exact(channels, 0.0, 1.0))
+    other = loss(ExactStudent(channels, 0.0, 0.3))
+    assert knows < 0.3 * mean and knows < 0.3 * other
+
+
+def test_a_student_draws_in_one_call_what_is_as_wide(taught):
+    made = taught()
+    model, batch = made.model.eval(), batch_of(made, "advection")
+    model.denoiser, calls = ExactStudent(2, 0.2, 0.5), []
+    predict = model.denoiser.predict
+    model.denoiser.predict = lambda *asked: (calls.append(1), predict(*asked))[1]
+    model.set_spread("advection", torch.ones(1), torch.tensor([0.25]))
+    given, parameters = batch.inputs[:2], batch.parameters[:2]
+    drawn = model.ensemble("advection", given, parameters, 0.05, 2, members=64)
+    forecast = model.before.rollout("advection", given, parameters, 0.05, 2)
+    errors = (drawn - forecast) / model.specs["advection"].output_std[0] / 0.25
+    assert len(calls) == 1
+    assert errors.mean().item() == pytest.approx(0.2, abs=0.03) and errors.std().item() == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_step_trains_the_student_and_leaves_its_teacher_and_the_operator(taught):
+    made = taught()
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    made.set_learning_rate(0.5)
+    for step in range(6):
+        made.step(made.loader.peek(), step)
+    moved = {name for name, value in made.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all(name.startswith("denoiser.") for name in moved)
+
+
+def test_a_student_is_judged_against_its_teacher_and_resumed_bit_equal(tiny_config, train_here, tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    monkeypatch.setattr(gates, "FEWEST", 2)
+    overlay = {**STAGES, "checkpoint.interval": 5, f"stages.{STUDENT}.epochs": 2}
+    whole = train_here(tiny_config(**overlay), tmp_path / "whole")
+    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == STUDENT][0]
+    gate = [event for event in whole if event["kind"] == "gate"][-1]
+    assert gate["stage"] == STUDENT and gate["against"] == NAME
+
+    def kill(step):
+        if step == first + 7:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_here(tiny_config(**overlay), tmp_path / "cut", at_step=kill)
+    train_here(tiny_config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
+    there, again = (gates.kept(tmp_path / name, STUDENT) for name in ("whole", "cut"))
+    assert all(torch.equal(value, again[name]) for name, value in there.items())
+    teacher = gates.kept(tmp_path / "whole", NAME)
+    taught = load_model(tmp_path / "whole", stage=STUDENT).teacher.state_dict()
+    assert all(torch.equal(value, teacher[f"denoiser.{name}"]) for name, value in taught.items())
+
+
+def test_a_student_without_a_teacher_is_refused(tiny_config):
+    with pytest.raises(ConfigError, match="no diffusion model to learn from -> train stages.diff_residual too"):
+        tiny_config(**{f"stages.{STUDENT}.epochs": 1})
+
+
+@pytest.mark.parametrize(("teacher", "answers"), [("pass", STUDENT), ("no gain", "operator")])
+def test_a_student_answers_where_its_teacher_did(tiny_config, tmp_path, teacher, answers):
+    runfolder.create(tiny_config(), tmp_path)
+    for stage, verdict in (("operator", ""), (NAME, teacher), (STUDENT, "pass")):
+        (tmp_path / runfolder.STAGES).mkdir(exist_ok=True)
+        (tmp_path / runfolder.STAGES / f"{stage}.pt").touch()
+        gates.note(tmp_path, stage, verdict)
+    assert gates.answering(tmp_path) == answers
+
+
+def test_a_student_that_is_nearly_as_good_passes_and_no_other_stage_would():
+    errors, nearly = {"a": [1.0] * 20}, {"a": [1.03] * 20}
+    assert gates.judge(nearly, errors)["verdict"] == "harm"
+    assert gates.judge(nearly, errors, gates.bar(STUDENT))["verdict"] == "pass" and gates.bar(NAME) == 1

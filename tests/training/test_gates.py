@@ -104,10 +104,16 @@ def test_the_same_errors_give_the_same_verdict():
     assert gates.judge(*shifted(0.95)) == gates.judge(*shifted(0.95))
 
 
-def test_each_stage_is_measured_against_the_one_before_it(tiny_config):
-    three = tiny_config(**{"stages.finetune.epochs": 1, "stages.crps.epochs": 1})
-    assert [gates.control(three, stage) for stage in three.stages.planned] == [None, "operator", "finetune"]
-    assert gates.control(tiny_config(**{"stages.crps.epochs": 1}), "crps") == "operator"
+@pytest.mark.parametrize("answers", ["operator", "crps"])
+def test_what_each_stage_is_measured_against(tiny_config, tmp_path, answers):
+    later = ("finetune", "crps", "diff_residual", "consistency_distill")
+    config = tiny_config(**{f"stages.{stage}.epochs": 1 for stage in later})
+    runfolder.create(config, tmp_path)
+    gates.keep(tmp_path, answers, {}, {})
+    gates.note(tmp_path, answers, "pass")
+    found = [gates.control(config, stage, tmp_path) for stage in config.stages.planned]
+    assert found == [None, "operator", "finetune", answers, "diff_residual"]
+    assert gates.control(tiny_config(**{"stages.crps.epochs": 1}), "crps", tmp_path) == "operator"
 
 
 def test_weights_that_are_kept_come_back_and_others_are_asked_for_in_vain(tmp_path):

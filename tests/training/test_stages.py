@@ -10,7 +10,7 @@ from upsnb.training import stages
 from upsnb.training.losses import FieldObjective
 from upsnb.training.setup import load_model
 
-NAME = "consistency_distill"  # its settings are there already, its function is not
+NAME = "diff_residual"  # in its place
 
 
 class Corrected(Surrogate):

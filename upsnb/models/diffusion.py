@@ -52,6 +52,28 @@ def denoiser_spec(spec: DatasetSpec) -> DatasetSpec:
     return replace(spec, **frames, **statistics, **unknown, **still)
 
 
+def denoise(
+    network: Surrogate, name: str, z: Tensor, level: Tensor, given: tuple[Tensor, ...], lowest: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """What a noised correction of unit variance may have been, and what the network itself said of it.
+
+    EDM, equation 7; with `lowest`, at which the answer is `z` itself, a consistency model's (arXiv 2303.01469, appendix
+    C).
+
+    Args:
+        z: (B, T_out, C_out, *grid) correction plus noise.
+        level: (B,) standard deviation of that noise.
+        given: x, the forecast, parameters and relative_dt, as of `Surrogate.predict`.
+    """
+    x, forecast, parameters, relative_dt = given
+    sigma = level.reshape(-1, *(1,) * (z.dim() - 1))
+    above, scale = sigma - lowest, (1 + sigma.square()).rsqrt()
+    channels = torch.cat([fields.flatten(1, 2) for fields in (x, forecast, scale * z)], dim=1)
+    condition = torch.cat((parameters, relative_dt[:, None], level.log()[:, None] / 4), dim=1)
+    said = network.predict(name, channels[:, None], condition, torch.ones_like(level)).float().reshape(z.shape)
+    return z / (1 + above.square()) + above * scale * said, said
+
+
 class ResidualDiffusion(Surrogate):
     """Calls the frozen model, and draws what is to be added to its forecast.
 
@@ -92,41 +114,27 @@ class ResidualDiffusion(Surrogate):
         """Both by channel, (C_out,)."""
         getattr(self, f"spread_{name}").copy_(torch.stack((seen, unseen)))
 
-    def denoise(self, name: str, z: Tensor, level: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The mean of what a noised correction may have been, and what the network itself said (EDM, equation 7).
-
-        Args:
-            z: (B, T_out, C_out, *grid) correction of unit variance, plus noise.
-            level: (B,) standard deviation of that noise.
-            given: x, the forecast, parameters and relative_dt, as of `predict`.
-        """
-        x, forecast, parameters, relative_dt = given
-        sigma = level.reshape(-1, *(1,) * (z.dim() - 1))
-        keep = (1 + sigma.square()).rsqrt()
-        channels = torch.cat([fields.flatten(1, 2) for fields in (x, forecast, keep * z)], dim=1)
-        condition = torch.cat((parameters, relative_dt[:, None], level.log()[:, None] / 4), dim=1)
-        said = self.denoiser.predict(name, channels[:, None], condition, torch.ones_like(level)).float()
-        said = said.reshape(z.shape)
-        return keep.square() * z + sigma * keep * said, said
-
     def predict(self, name, x, parameters, relative_dt, points=None) -> Tensor:
         """The forecast and a correction, drawn from the random numbers that stand after the parameters."""
         count = self.specs[name].num_parameters
         known, drawn = parameters[:, :count], parameters[:, count:]
         forecast = self.before.predict(name, x, known, relative_dt).float()
-        given, levels = (x, forecast, known, relative_dt), noise_levels()
-        z = levels[0] * drawn.reshape(forecast.shape) if drawn.shape[1] else torch.zeros_like(forecast)
+        z = HIGHEST * drawn.reshape(forecast.shape) if drawn.shape[1] else torch.zeros_like(forecast)
+        correction = self.correction(name, z, (x, forecast, known, relative_dt))
+        y = forecast + self.spread(name, "unseen", x.dim() - 3) * correction
+        return y if points is None else sample_at(y, points, self.specs[name].periodic)
+
+    def correction(self, name: str, z: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+        """What noise of the highest level becomes as it is taken away, by DPM-Solver++(2M) (arXiv 2211.01095)."""
         clean, step = None, 0.0
-        for high, low in itertools.pairwise(levels):  # DPM-Solver++(2M), arXiv 2211.01095
-            earlier, clean = clean, self.denoise(name, z, z.new_full((len(z),), high), given)[0]
+        for high, low in itertools.pairwise(noise_levels()):
+            earlier, clean = clean, denoise(self.denoiser, name, z, z.new_full((len(z),), high), given)[0]
             if low == 0:
-                z = clean
                 break
             last, step = step, math.log(high / low)
             ahead = clean if earlier is None else clean + step / (2 * last) * (clean - earlier)
             z = low / high * z + (1 - low / high) * ahead
-        y = forecast + self.spread(name, "unseen", x.dim() - 3) * z
-        return y if points is None else sample_at(y, points, self.specs[name].periodic)
+        return clean
 
     # -- what phases act on: the denoiser, and where weights are sharded the frozen model too ------------------------
 
@@ -150,3 +158,29 @@ class ResidualDiffusion(Surrogate):
 
     def units(self) -> list[nn.Module]:
         return [*self.before.units(), *self.denoiser.units()]
+
+
+class Distilled(ResidualDiffusion):
+    """The same corrections in one call, by a denoiser that goes from the highest noise to none (arXiv 2303.01469).
+
+    Args:
+        taught: the diffusion model that it learns from, and begins as.
+    """
+
+    def __init__(self, taught: ResidualDiffusion, config: RunConfig):
+        super().__init__(taught.before, config)
+        self.denoiser.load_state_dict(taught.denoiser.state_dict())
+        for name in self.specs:
+            self.set_spread(name, *getattr(taught, f"spread_{name}"))
+        self.teacher = taught.denoiser.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Distilled:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def correction(self, name: str, z: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+        return denoise(self.denoiser, name, z, z.new_full((len(z),), HIGHEST), given, LOWEST)[0]
+
+    def units(self) -> list[nn.Module]:
+        return [*super().units(), *self.teacher.units()]

@@ -11,12 +11,13 @@ from torch import Tensor
 from upsnb.data.batches import Batch
 from upsnb.data.datasets import Dataset
 from upsnb.data.source import thinned
-from upsnb.models.diffusion import HIGHEST, LOWEST, ResidualDiffusion
+from upsnb.models.diffusion import HIGHEST, LOWEST, Distilled, ResidualDiffusion, denoise, noise_levels
 from upsnb.rules import LOSS_TERMS
 from upsnb.training.losses import Objective
 
 MEASURED = 64  # samples of a split that the spread of errors is measured on, one call of each
 MEAN_LOG, STD_LOG = -0.5, 1.2  # of the noise levels that are trained on
+TAUGHT = 18  # noise levels between two of which a student learns
 
 
 class DiffusionObjective(Objective):
@@ -80,8 +81,7 @@ class DiffusionObjective(Objective):
             error, *given = self._errors(name, *fields)
             error = error / self.model.spread(name, "seen", error.dim() - 3)
         sigma = level.reshape(-1, *(1,) * (error.dim() - 1))
-        noised = error + sigma * noise
-        _, said = self.model.denoise(name, noised, level, tuple(given))
+        _, said = denoise(self.model.denoiser, name, error + sigma * noise, level, tuple(given))
         wanted = (sigma * error - noise) * (1 + sigma.square()).rsqrt()  # (error - keep^2 noised) / (sigma keep)
         return (said - wanted).square().mean()
 
@@ -95,3 +95,53 @@ class DiffusionObjective(Objective):
 
     def idle(self, batch: Batch) -> Tensor:
         return self.terms(batch, {})["diffusion"]
+
+
+class ConsistencyObjective(DiffusionObjective):
+    """How far a student's answers at two noise levels are from each other, on one path of its teacher's.
+
+    Consistency distillation (arXiv 2303.01469, algorithm 2) with the pseudo-Huber distance and the weights of improved
+    training (arXiv 2310.14189), and no average of the student as its own target. At the lowest level the student's
+    answer is what it is given, and from there the teacher's answers reach all others.
+    """
+
+    model: Distilled
+
+    def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
+        """The spread of errors is the teacher's."""
+
+    def weights(self, step: int, microbatch: int) -> dict[str, float]:
+        return {"consistency": 1.0}
+
+    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
+        spec, device = self.model.specs[batch.dataset], batch.inputs.device
+        frames = len(batch.inputs), spec.output_frames, spec.output_channels, *batch.inputs.shape[3:]
+        draws = {"generator": self.generator, "device": device}
+        levels = torch.tensor(noise_levels(TAUGHT)[:-1], device=device)
+        chosen = torch.randint(len(levels) - 1, frames[:1], **draws)
+        fields = batch.inputs, batch.targets[:, : spec.output_frames], batch.parameters
+        level = torch.stack((levels[chosen], levels[chosen + 1]))
+        return {"consistency": self.score(batch.dataset, fields, level, torch.randn(frames, **draws))}
+
+    def score(self, name: str, fields: tuple[Tensor, Tensor, Tensor], level: Tensor, noise: Tensor) -> Tensor:
+        """
+        Args:
+            fields, noise: as of a diffusion model.
+            level: (2, B) standard deviation of the noise, and the next lower one.
+        """
+        model, (high, low) = self.model, level
+        with torch.no_grad():
+            error, *given = self._errors(name, *fields)
+            error, given = error / model.spread(name, "seen", error.dim() - 3), tuple(given)
+            above, below = (one.reshape(-1, *(1,) * (error.dim() - 1)) for one in level)
+            start = error + above * noise
+            slope = (start - denoise(model.teacher, name, start, high, given)[0]) / above
+            end = start + (below - above) * slope
+            slope = (slope + (end - denoise(model.teacher, name, end, low, given)[0]) / below) / 2  # Heun's method
+            end = start + (below - above) * slope
+            wanted = denoise(model.denoiser, name, end, low, given, LOWEST)[0]
+        found = denoise(model.denoiser, name, start, high, given, LOWEST)[0]
+        apart = (found - wanted).flatten(1)
+        small = 0.00054 * apart.shape[1] ** 0.5
+        distance = (apart.square().sum(1) + small**2).sqrt() - small
+        return (distance / (high - low)).mean() / apart.shape[1] ** 0.5

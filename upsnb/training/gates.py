@@ -19,19 +19,33 @@ from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
 from upsnb.runs.throughput import NUM_RESAMPLES
+from upsnb.training.stages import TEACHERS
 
 FEWEST = 8  # validation samples that a verdict needs
+AS_GOOD = 1.05  # of its teacher's error: a student is to be cheaper, not better
 FIRST_SHARE = 0.25  # of them, by which a stage that has done harm is found out
 PASS, NO_GAIN, HARM, NOT_MEASURABLE = "pass", "no gain", "harm", "not measurable"
 
 
-def control(config: RunConfig, stage: str) -> str | None:
-    """The stage that another one is measured against, the one before it: `finetune` is what all others must beat."""
+def control(config: RunConfig, stage: str, folder: Path) -> str | None:
+    """The stage that another one is measured against.
+
+    The one before it: `finetune`, in as much time, is what the next must beat, whatever its verdict. Those after that
+    must beat the one that answers by then, and a student its teacher.
+    """
     names = config.stages.planned
-    return names[names.index(stage) - 1] if stage != names[0] else None
+    before = names[: names.index(stage)]
+    if not before or stage in TEACHERS:
+        return TEACHERS.get(stage)
+    return before[-1] if before[-1] in (OPERATOR, "finetune") else answering(folder) or before[-1]
 
 
-def judge(found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[float]]) -> dict:
+def bar(stage: str) -> float:
+    """The ratio of errors below which a stage has paid."""
+    return AS_GOOD if stage in TEACHERS else 1.0
+
+
+def judge(found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[float]], bar: float = 1.0) -> dict:
     """The verdict on errors per sample, of one stage and of its control on the very same samples.
 
     Mean error over the control's, mean over datasets; its 95 % interval by a bootstrap over samples, both sides drawn
@@ -39,6 +53,7 @@ def judge(found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[f
 
     Args:
         found, control: by dataset.
+        bar: of the ratio.
     Returns:
         {"verdict", "ratio", "ci95", "samples"}
     """
@@ -57,7 +72,7 @@ def judge(found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[f
         ours, theirs = (side[rows].mean(1) for side in pair)
         drawn = drawn + ours / theirs / len(pairs)
     low, high = np.percentile(drawn, (2.5, 97.5)).tolist()
-    verdict = PASS if high < 1 else HARM if low > 1 else NO_GAIN
+    verdict = PASS if high < bar else HARM if low > bar else NO_GAIN
     ratio = float(np.mean([pair[0].mean() / pair[1].mean() for pair in pairs]))
     return {"verdict": verdict, "ratio": ratio, "ci95": [low, high], "samples": samples}
 
@@ -72,12 +87,16 @@ def answering(folder: Path) -> str | None:
 
 
 def note(folder: Path, stage: str, verdict: str) -> None:
-    """Write down which stage answers from here on; of the first one no verdict is asked."""
-    if stage == OPERATOR or verdict == PASS:
+    """Write down which stage answers from here on; of the first one no verdict is asked.
+
+    A student that is as good as its teacher answers where that one did.
+    """
+    of_what_answers = stage not in TEACHERS or answering(folder) == TEACHERS[stage]
+    if stage == OPERATOR or (verdict == PASS and of_what_answers):
         runfolder.update_manifest(folder, answers=stage)
 
 
-def compared(found: Mapping[str, Mapping], control: Mapping[str, Mapping]) -> dict:
+def compared(found: Mapping[str, Mapping], control: Mapping[str, Mapping], bar: float = 1.0) -> dict:
     """The verdict on what `evaluate_ensembles` found of a stage and its control, on the samples that both have.
 
     By CRPS. A spread alone lowers it, so what passes must not have paid for that with its mean: no gain where the nRMSE
@@ -86,7 +105,7 @@ def compared(found: Mapping[str, Mapping], control: Mapping[str, Mapping]) -> di
     Returns:
         as of `judge`, and "mean_ratio", of those nRMSE.
     """
-    by_score, by_mean = (judge(*_paired(found, control, error)) for error in ("crps", "mean_nrmse"))
+    by_score, by_mean = (judge(*_paired(found, control, error), bar) for error in ("crps", "mean_nrmse"))
     traded = by_score["verdict"] == PASS and by_mean["verdict"] == HARM
     return by_score | {"verdict": NO_GAIN if traded else by_score["verdict"], "mean_ratio": by_mean["ratio"]}
 

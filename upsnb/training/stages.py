@@ -16,11 +16,11 @@ from upsnb.data.datasets import Dataset, Outline
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, Problem
 from upsnb.models import chosen
-from upsnb.models.diffusion import ResidualDiffusion
+from upsnb.models.diffusion import Distilled, ResidualDiffusion
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import LOSS_TERMS
-from upsnb.training.diffusion import DiffusionObjective
+from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective
 from upsnb.training.losses import CrpsObjective, FieldObjective, Objective, UPSObjective
 
 Datasets = Mapping[str, Dataset | Outline]
@@ -51,6 +51,11 @@ def diff_residual(config: RunConfig, datasets: Datasets, before: Surrogate | Non
     return DiffusionObjective(ResidualDiffusion(before, config), config.training)
 
 
+def consistency_distill(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
+    """A student of the diffusion model that draws its corrections in one call."""
+    return ConsistencyObjective(Distilled(before, config), config.training)
+
+
 def _of_fields(model: Surrogate, config: RunConfig) -> FieldObjective:
     return (UPSObjective if isinstance(model, UPS) else FieldObjective)(model, config.training)
 
@@ -61,7 +66,9 @@ STAGES: dict[str, Stage] = {
     "finetune": finetune,
     "crps": crps,
     "diff_residual": diff_residual,
+    "consistency_distill": consistency_distill,
 }
+TEACHERS = {"consistency_distill": "diff_residual"}  # stages that begin where another one ended than the operator
 
 
 def build(
@@ -69,21 +76,28 @@ def build(
 ) -> Objective:
     """The untrained objective of a stage.
 
-    All later stages begin where the operator ended, so that each has had the same time as the others, and not more.
+    Later stages begin where the operator ended, so that each has had the same time as the others, and not more; a
+    student begins where its teacher did.
 
     Args:
-        weights: of the operator's model, for a later stage; without them they come with a checkpoint of this stage.
+        weights: of the model that a later stage begins with; without them they come with a checkpoint of this stage.
     Raises:
         ConfigError: the model lacks what the config asks for, or the objective knows no such loss term.
     """
-    objective = STAGES[OPERATOR](config, datasets, None)
+    before = None
     if stage != OPERATOR:
+        before = build(config, datasets, begins_with(stage)).model
         if weights is not None:
-            objective.model.load_state_dict(weights)
-        objective = STAGES[stage](config, datasets, objective.model)
+            before.load_state_dict(weights)
+    objective = STAGES[stage](config, datasets, before)
     objective.stage = settings(config, stage)
     check(objective, config)
     return objective
+
+
+def begins_with(stage: str) -> str:
+    """The stage whose model a later one starts from."""
+    return TEACHERS.get(stage, OPERATOR)
 
 
 def saved_model(config: RunConfig, specs: Mapping[str, dict], stage: str) -> Surrogate:

@@ -457,7 +457,7 @@ class Loop:
         self.position.ended, elapsed_s = reason, self._elapsed()
         self._save(last=True)
         staging.conclude(self.setup, self.folder, self.events, self.position.step, self._beat)
-        weights = staging.where_to_begin(self.setup, self.folder)
+        weights = staging.where_to_begin(self.setup, self.folder, following)
         where = {"step": self.position.step, "stage_from_step": self.position.step, "stage": following}
         return HandOver(weights, Position(**where, elapsed_s=elapsed_s, stage_from_s=elapsed_s))
 

@@ -34,12 +34,13 @@ def ended(setup: Setup, folder: Path, stage: str) -> Surrogate:
     return model.eval()
 
 
-def where_to_begin(setup: Setup, folder: Path) -> dict[str, torch.Tensor]:
-    """Weights for the stage after this one: the operator's, so that what follows it can be compared.
+def where_to_begin(setup: Setup, folder: Path, following: str) -> dict[str, torch.Tensor]:
+    """Weights for the stage after this one: the operator's or a teacher's, so that what follows it can be compared.
 
     This stage's own where those are not there: they stay behind when a run goes on from a mirror of its checkpoints.
     """
-    return gates.kept(folder, stages.OPERATOR if gates.is_kept(folder, stages.OPERATOR) else setup.stage)
+    wanted = stages.begins_with(following)
+    return gates.kept(folder, wanted if gates.is_kept(folder, wanted) else setup.stage)
 
 
 @outside_step
@@ -52,23 +53,23 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
     config, ranks = setup.config, setup.ranks
     if len(config.stages.planned) == 1:
         return None
-    against, began, verdict = gates.control(config, setup.stage), time.perf_counter(), ""
+    against, began, verdict = gates.control(config, setup.stage, folder), time.perf_counter(), ""
     with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
-        judged = setup.datasets, "validation", config.evaluation, ranks, alive
+        judged, bar = (setup.datasets, "validation", config.evaluation, ranks, alive), gates.bar(setup.stage)
         if against is None:
             found = evaluation.evaluate_ensembles(model, *judged)
         else:
             control = runfolder.measured(folder, against)
             first = gates.first_look({name: dataset.splits["validation"] for name, dataset in setup.datasets.items()})
             found = evaluation.evaluate_ensembles(
-                model, *judged, first, lambda some: gates.compared(some, control)["verdict"] != gates.HARM
+                model, *judged, first, lambda some: gates.compared(some, control, bar)["verdict"] != gates.HARM
             )
         if ranks.rank == 0:  # in here, where averaged weights stand in the model
             weights = {name: value.cpu() for name, value in model.state_dict().items()}
             gates.keep(folder, setup.stage, weights, found)
     if ranks.rank == 0:
         if against:
-            said = gates.compared(found, control)
+            said = gates.compared(found, control, bar)
             verdict, spent_s = said["verdict"], round(time.perf_counter() - began, 3)
             events.write("gate", step, against=against, duration_s=spent_s, **said)
         gates.note(folder, setup.stage, verdict)
