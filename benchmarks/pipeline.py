@@ -20,6 +20,7 @@ from keep import save
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data.datasets import open_all
+from upsnb.models.perturbed import Perturbed
 from upsnb.models.surrogate import Surrogate
 from upsnb.report import plots, style
 from upsnb.report.file import number
@@ -42,29 +43,12 @@ KEPT = (  # of what is found of a stage
 )
 
 
-class Perturbed:
-    """A model that draws nothing, as an ensemble: forecasts of given frames that differ by white noise."""
-
-    draws, training = 1, False
-
-    def __init__(self, model: Surrogate, size: float):
-        self.model, self.size = model.eval(), size  # standard deviations of the training data
-
-    def eval(self) -> None:
-        """As it always is."""
-
-    def train(self, mode: bool) -> None:
-        """Nothing of it is trained."""
-
-    def ensemble(self, name, given, parameters, dt, num_frames, members, samples):
-        numbers = [1_000_003 * (int(sample) + 1) + member for member in range(members) for sample in samples]
-        noise = [torch.randn(given.shape[1:], generator=torch.Generator().manual_seed(number)) for number in numbers]
-        given, parameters = (some.repeat(members, *(1,) * (some.dim() - 1)) for some in (given, parameters))
-        given = given + self.size * self.model.constant(name, "input_std", given.dim() - 3) * torch.stack(noise)
-        return self.model.rollout(name, given, parameters, dt, num_frames).unflatten(0, (members, -1))
+def perturbed(model: Surrogate, size: float) -> Perturbed:
+    """Of its one dataset, with noise of a size [standard deviations of the training data]."""
+    return Perturbed(model, dict.fromkeys(model.specs, size))
 
 
-def judged(model: Surrogate | Perturbed, datasets: dict, split: str, config: RunConfig) -> dict:
+def judged(model: Surrogate, datasets: dict, split: str, config: RunConfig) -> dict:
     """What the ensembles of the one dataset are worth."""
     with torch.no_grad():
         ((_, found),) = evaluation.evaluate_ensembles(model, datasets, split, config.evaluation, Ranks()).items()
@@ -73,7 +57,7 @@ def judged(model: Surrogate | Perturbed, datasets: dict, split: str, config: Run
 
 def best_size(model: Surrogate, datasets: dict, config: RunConfig) -> float:
     """The noise whose ensemble is best on the validation split [standard deviations of the training data]."""
-    found = {size: judged(Perturbed(model, size), datasets, "validation", config)["crps"] for size in SIZES}
+    found = {size: judged(perturbed(model, size), datasets, "validation", config)["crps"] for size in SIZES}
     print(f"perturbed frames, CRPS by size of the noise, validation split: {found}", flush=True)
     return min(found, key=found.get)
 
@@ -97,7 +81,7 @@ def trained(preset: str, seed: int, folder: Path, size: float | None) -> list[di
     if next(iter(datasets.values())).spec.time_dependent:
         model = asked["finetune"][0]
         size = size or best_size(model, datasets, config)
-        asked[PERTURBED] = Perturbed(model, size), {"size": size}
+        asked[PERTURBED] = perturbed(model, size), {"size": size}
     for stage, (model, more) in asked.items():
         found = judged(model, datasets, "test", config)
         gate = {key: gates[stage][key] for key in ("against", "verdict", "ratio", "ci95")} if stage in gates else None

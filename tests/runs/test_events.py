@@ -43,6 +43,8 @@ MORE = [  # kinds that a finished run of `made_runs` has none of
         "ratio": 0.8,
         "ci95": [0.7, None],
         "mean_ratio": 0.9,
+        "perturbed_ratio": 1.1,
+        "perturbed_ci95": [None, 1.2],
         "samples": 9,
     },
     {"kind": "guard", "step": 40, "guard": "out_of_memory", "action": "shrink", "reason": "full", "size": [8, 2]},

@@ -8,6 +8,7 @@ from upsnb.data.datasets import open_all
 from upsnb.errors import ConfigError, DataError, RunError
 from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import inference
+from upsnb.models.perturbed import Perturbed
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.wrapped import Wrapped
 from upsnb.report import results
@@ -90,6 +91,24 @@ def test_members_differ_and_are_found_again_whatever_stands_beside_them(setup):
     assert numbers[0].shape == (3, 2, stages.NOISE)
     together = torch.cat([row.flatten() for row in numbers])
     assert len(set(together.tolist())) == together.numel(), "each call of each member draws its own"
+
+
+def test_perturbed_frames_are_an_ensemble_as_wide_as_their_noise(setup):
+    made = setup("operator")
+    model, batch = made.model.eval(), batch_of(made, "advection")
+    asked = "advection", batch.inputs, batch.parameters, 0.05, 6
+    single, noisy = (Perturbed(model, {"advection": size}) for size in (0.0, 0.1))
+    expected = model.rollout(*asked)
+    torch.testing.assert_close(single.ensemble(*asked, members=2)[0], expected, rtol=1e-4, atol=1e-5)
+    given, inner = [], model.rollout
+    model.rollout = lambda name, frames, *rest: (given.append(frames), inner(name, frames, *rest))[1]
+    drawn = noisy.ensemble(*asked, members=3)
+    (frames,) = given
+    noise = frames.unflatten(0, (3, -1)) - batch.inputs[:, -2:]
+    assert noise.std().item() == pytest.approx(0.1 * model.specs["advection"].input_std[0], rel=0.1)
+    assert abs(noise.mean().item()) < 0.01 and (drawn[0] - drawn[1]).abs().amax(dim=(1, 2, 3)).min() > 1e-4
+    again = noisy.ensemble("advection", batch.inputs[1:2], batch.parameters[1:2], 0.05, 6, 3, samples=[1])
+    torch.testing.assert_close(again, drawn[:, 1:2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("members", "unroll"), [(2, 1), (3, 2)])
@@ -186,6 +205,7 @@ def test_a_run_trains_it_from_the_operator_and_judges_it_against_finetune(run):
     judged = [event for event in events if event["kind"] == "gate"]
     assert [(event["stage"], event["against"]) for event in judged] == [("finetune", "operator"), (NAME, "finetune")]
     assert all(event["samples"] == 2 and event["ratio"] > 0 for event in judged)
+    assert [event["perturbed_ratio"] is not None for event in judged] == [False, True], "where one draws first"
     passed = [event["stage"] for event in judged if event["verdict"] == "pass"]
     answers = passed[-1] if passed else "operator"
     model = load_model(folder)
@@ -213,7 +233,7 @@ def test_a_run_trains_it_from_the_operator_and_judges_it_against_finetune(run):
 
 def test_what_passed_answers_and_its_ensembles_are_reported(tiny_config, train_here, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gates, "judge", lambda ours, theirs, bar: {"verdict": "pass", "ratio": 0.5, "ci95": [0.4, 0.6], "samples": 2}
+        gates, "judge", lambda ours, theirs, *bar: {"verdict": "pass", "ratio": 0.5, "ci95": [0.4, 0.6], "samples": 2}
     )
     train_here(tiny_config(**STAGES), tmp_path)
     found = results.read_evaluation(tmp_path, handle.Run(tmp_path).events())
@@ -237,7 +257,7 @@ def test_what_passed_answers_and_its_ensembles_are_reported(tiny_config, train_h
 
 def test_what_did_not_pass_is_left_out_of_the_report_unless_asked_for(tiny_config, train_here, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gates, "judge", lambda ours, theirs, bar: {"verdict": "harm", "ratio": 1.5, "ci95": [1.4, 1.6], "samples": 2}
+        gates, "judge", lambda ours, theirs, *bar: {"verdict": "harm", "ratio": 1.5, "ci95": [1.4, 1.6], "samples": 2}
     )
     monkeypatch.setattr(gates, "FEWEST", 1)
     train_here(tiny_config(**STAGES), tmp_path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from upsnb.errors import RunError
+from upsnb.report.file import verdict
 from upsnb.runs import runfolder
 from upsnb.training import gates
 
@@ -26,6 +27,18 @@ def test_a_difference_beyond_chance_decides(factor, verdict):
     assert found["verdict"] == verdict
     assert found["ci95"][0] < found["ratio"] < found["ci95"][1]
     assert found["ratio"] == pytest.approx(factor, rel=0.1)
+
+
+def test_what_any_ensemble_gains_is_told_beside_the_verdict():
+    base = dict(enumerate(errors(40)))
+    found = gates.beside(measured(base), measured({sample: 2 * score for sample, score in list(base.items())[:10]}))
+    assert found["perturbed_ratio"] == pytest.approx(0.5) and found["perturbed_ci95"] == pytest.approx([0.5, 0.5])
+    assert gates.beside(measured(base), {}) == {"perturbed_ratio": None, "perturbed_ci95": [None, None]}
+    gate = {"verdict": "pass", "ratio": 0.6, "ci95": [0.5, 0.7], "against": "finetune", "mean_ratio": 0.6}
+    assert verdict(gate | found).endswith(
+        "of the error of finetune; 0.5 (0.5 to 0.5) of what perturbed frames score without it"
+    )
+    assert verdict(gate) == "pass: 0.6 (0.5 to 0.7) of the error of finetune", "a run of before"
 
 
 def test_samples_are_compared_with_themselves():

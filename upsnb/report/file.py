@@ -56,11 +56,17 @@ def number(value: float | None, digits: int = 4) -> str:
 def verdict(gate: dict) -> str:
     """Whether a stage has paid, by its `gate` event: `pass: 0.81 (0.78 to 0.84) of the error of finetune`.
 
-    With the ratio of nRMSE of the means, where that is another one: an ensemble's score is not that of its mean.
+    With the ratio of nRMSE of the means, where that is another one: an ensemble's score is not that of its mean. And
+    with that of the CRPS of perturbed frames, where a stage is the first that draws.
     """
     if gate["ratio"] is None:
         return f"{gate['verdict']} against {gate['against']}"
     low, high = (number(value, 3) for value in gate["ci95"])
     mean = gate.get("mean_ratio")
     of_mean = f", {number(mean, 3)} of its mean's" if mean is not None and abs(mean / gate["ratio"] - 1) > 0.05 else ""
-    return f"{gate['verdict']}: {number(gate['ratio'], 3)} ({low} to {high}) of the error of {gate['against']}{of_mean}"
+    said = f"{gate['verdict']}: {number(gate['ratio'], 3)} ({low} to {high}) of the error of {gate['against']}{of_mean}"
+    beside = gate.get("perturbed_ratio")
+    if beside is None:
+        return said
+    low, high = (number(value, 3) for value in gate["perturbed_ci95"])
+    return f"{said}; {number(beside, 3)} ({low} to {high}) of what perturbed frames score without it"

@@ -21,7 +21,10 @@ from upsnb.runs.handle import Run
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
 FORMAT = 1
-GATE = ("against", "verdict", "ratio", "ci95", "mean_ratio", "samples")  # of a gate's event
+GATE = (  # of a gate's event
+    *("against", "verdict", "ratio", "ci95", "mean_ratio", "samples"),
+    *("perturbed_ratio", "perturbed_ci95"),
+)
 FEWEST_STEPS = 200  # what is `unmet` after fewer means nothing; the first look at params/quick.yaml takes 1,200
 SPLIT_KEYS = {"validation": "val", "test": "test"}
 COLUMNS = (

@@ -85,6 +85,8 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
         "ratio": _or(Number | None, None),  # of CRPS per validation sample, or of mean absolute errors
         "ci95": _or(_pair(Number | None), [None, None]),
         "mean_ratio": _or(Number | None, None),  # of nRMSE of the members' means
+        "perturbed_ratio": _or(Number | None, None),  # of CRPS over that of perturbed frames
+        "perturbed_ci95": _or(_pair(Number | None), [None, None]),
         "samples": _or(Count, 0),
     },
     "checkpoint": {"revision": _or(Count | None, None)},

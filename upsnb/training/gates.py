@@ -110,6 +110,33 @@ def compared(found: Mapping[str, Mapping], control: Mapping[str, Mapping], bar: 
     return by_score | {"verdict": NO_GAIN if traded else by_score["verdict"], "mean_ratio": by_mean["ratio"]}
 
 
+def draws(found: Mapping[str, Mapping]) -> bool:
+    """Whether what `evaluate_ensembles` found is of a model that draws."""
+    return any(one["members"] > 1 for one in found.values())
+
+
+def is_single(found: Mapping[str, Mapping]) -> bool:
+    """Whether it is of one that does not, whose errors are known."""
+    return bool(found) and not draws(found) and None not in errors_of_one_call(found).values()
+
+
+def errors_of_one_call(found: Mapping[str, Mapping]) -> dict[str, float]:
+    """By dataset, root mean square at the first time that is forecast [standard deviations]."""
+    return {name: one["per_time"]["mean_rmse"][0] for name, one in found.items()}
+
+
+def beside(found: Mapping[str, Mapping], perturbed: Mapping[str, Mapping]) -> dict:
+    """What of a gain in CRPS is not that of any ensemble: beside one that is no more than perturbed frames.
+
+    Part of no verdict. Without it a single forecast would be all that an ensemble has had to beat.
+
+    Returns:
+        {"perturbed_ratio", "perturbed_ci95"} of their CRPS, on the samples that both have; None where there are none
+    """
+    said = judge(*_paired(found, perturbed, "crps"))
+    return {f"perturbed_{key}": said[key] for key in ("ratio", "ci95")}
+
+
 def _paired(found: Mapping[str, Mapping], control: Mapping[str, Mapping], error: str) -> list[dict[str, list]]:
     """An error of both, by dataset, of the same samples in one order."""
     sides = [

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from upsnb.config import RunConfig
+from upsnb.models.perturbed import Perturbed
 from upsnb.models.surrogate import Surrogate
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import EventWriter
@@ -59,17 +60,20 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
         if against is None:
             found = evaluation.evaluate_ensembles(model, *judged)
         else:
-            control = runfolder.measured(folder, against)
+            control, beside = runfolder.measured(folder, against), {}
             first = gates.first_look({name: dataset.splits["validation"] for name, dataset in setup.datasets.items()})
             found = evaluation.evaluate_ensembles(
                 model, *judged, first, lambda some: gates.compared(some, control, bar)["verdict"] != gates.HARM
             )
+            if gates.draws(found) and gates.is_single(control):
+                perturbed = Perturbed(ended(setup, folder, against), gates.errors_of_one_call(control))
+                beside = evaluation.evaluate_ensembles(perturbed, *judged, first, lambda some: False)
         if ranks.rank == 0:  # in here, where averaged weights stand in the model
             weights = {name: value.cpu() for name, value in model.state_dict().items()}
             gates.keep(folder, setup.stage, weights, found)
     if ranks.rank == 0:
         if against:
-            said = gates.compared(found, control, bar)
+            said = gates.compared(found, control, bar) | gates.beside(found, beside)
             verdict, spent_s = said["verdict"], round(time.perf_counter() - began, 3)
             events.write("gate", step, against=against, duration_s=spent_s, **said)
         gates.note(folder, setup.stage, verdict)
