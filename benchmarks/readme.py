@@ -218,6 +218,29 @@ def pipeline(report: Mapping) -> str:
     return f"{where(report)}; from nothing to the last gate: {took}.\n\n{markdown(pd.DataFrame(rows))}"
 
 
+def steady_prior(report: Mapping) -> str:
+    """Iterations of conjugate gradients from each guess, plain and preconditioned."""
+    rows = []
+    for guess, kinds in report["guesses"].items():
+        plain, jacobi = kinds["plain"], kinds["jacobi"]
+        off, _, length = guess.partition(" off, ")
+        kind = f"exact, {100 * float(off):g} % off, smooth over {length}" if length else guess
+        rows.append(
+            {
+                "guess": kind,
+                "relative error": number(plain["off"], 2),
+                "residual": number(plain["residual"], 3),
+                "iterations": f"{plain['iterations']:.0f}",
+                "saved": f"{100 * plain['saved']:.0f} %",
+                "milliseconds": number(1e3 * plain["seconds"], 3),
+                "with Jacobi's preconditioner": f"{jacobi['iterations']:.0f}",
+                "saved there": f"{100 * jacobi['saved']:.0f} %",
+            }
+        )
+    of = f"median of {report['samples']} permeabilities of {report['points']} x {report['points']} cells"
+    return f"{where(report)}; {of}.\n\n{markdown(pd.DataFrame(rows))}"
+
+
 def eleven(report: Mapping) -> str:
     """Each family's errors, of the whole rollout where there is a time, beside those of an FNO and of no model."""
     rows = []
@@ -446,6 +469,7 @@ SECTIONS = {
     "eleven": lambda: of_each(eleven, "eleven"),
     "finetune": lambda: of_each(finetune, "finetune"),
     "pipeline": lambda: of_each(pipeline, "pipeline"),
+    "steady_prior": lambda: of_each(steady_prior, "steady_prior"),
     "wrapper": lambda: wrapper(read("wrapper/wrapper.json")),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),

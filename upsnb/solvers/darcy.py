@@ -47,6 +47,18 @@ def solve_darcy(nu: np.ndarray, beta: float) -> np.ndarray:
     """
     import scipy.sparse.linalg  # here, because it takes a while and whoever reads a config would wait for it
 
+    # Symmetric and positive definite: no pivoting, and an ordering of A + A^T, four times faster than the default.
+    options = {"SymmetricMode": True}
+    factor = scipy.sparse.linalg.splu(
+        darcy_matrix(nu), permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options
+    )
+    return factor.solve(np.full(nu.size, beta / nu.size)).reshape(nu.shape)
+
+
+def darcy_matrix(nu: np.ndarray):
+    """What is multiplied with the pressure, row by row, to give beta / N^2: (N^2, N^2) sparse, by columns."""
+    import scipy.sparse
+
     nu = np.pad(np.asarray(nu, dtype=np.float64), 1, mode="edge")  # the ghost cells' nu is their neighbour's
     faces_x = 0.5 * (nu[1:, 1:-1] + nu[:-1, 1:-1])  # (N + 1, N)
     faces_y = 0.5 * (nu[1:-1, 1:] + nu[1:-1, :-1])  # (N, N + 1)
@@ -54,13 +66,9 @@ def solve_darcy(nu: np.ndarray, beta: float) -> np.ndarray:
     centre = faces_x[1:] + faces_x[:-1] + faces_y[:, 1:] + faces_y[:, :-1]
     to_next_y = np.where(np.arange(n) < n - 1, -faces_y[:, 1:], 0.0).ravel()[:-1]  # a row's last cell has no next
     to_next_x = -faces_x[1:-1].ravel()
-    matrix = scipy.sparse.diags_array(
+    return scipy.sparse.diags_array(
         [centre.ravel(), to_next_y, to_next_y, to_next_x, to_next_x], offsets=[0, 1, -1, n, -n], format="csc"
     )
-    # Symmetric and positive definite: no pivoting, and an ordering of A + A^T, four times faster than the default.
-    options = {"SymmetricMode": True}
-    factor = scipy.sparse.linalg.splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
-    return factor.solve(np.full(n * n, beta / n**2)).reshape(n, n)
 
 
 def steady_darcy(seed: int, samples: range, parameters: dict, resolution: int, times) -> Iterator[Sample]:
