@@ -32,6 +32,7 @@ NEEDS = {
     "training.lambda_boundary": {"operator.walls": "free"},
     "optimizer.lr_scaling": {"optimizer.lr_reference_batch": 96},
     "cost.budget": {"cost.price_per_hour": 1.0},
+    "stages.consistency_distill.epochs": {"stages.diff_residual.epochs": 1},
     "operator.rollout": {"training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0},
 }
 
