@@ -286,6 +286,7 @@ class StagesConfig(Section):
     operator: OperatorStageConfig = OperatorStageConfig()
     finetune: FinetuneStageConfig = FinetuneStageConfig()
     crps: CrpsStageConfig = CrpsStageConfig()
+    refine: StageConfig = StageConfig()
     diff_residual: StageConfig = StageConfig()
     consistency_distill: StageConfig = StageConfig()
 

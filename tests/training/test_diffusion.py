@@ -1,4 +1,4 @@
-"""The diffusion stage: its noise levels, what it minimises, what it draws, and what it does to a run."""
+"""Stages with a denoiser: their noise levels, what they minimise, what they draw, and what they do to a run."""
 
 import math
 
@@ -12,11 +12,11 @@ from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import diffusion, inference
 from upsnb.runs import handle, runfolder
 from upsnb.training import gates, stages
-from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective
+from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective, RefineObjective
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
 
-NAME, STUDENT = "diff_residual", "consistency_distill"
+NAME, STUDENT, REFINE = "diff_residual", "consistency_distill", "refine"
 FNO = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
 FNO |= {"optimizer.name": "adamw"}
 STAGES = {f"stages.{NAME}.epochs": 2, "evaluation.members": 4, "training.ema_decay": 0.9}
@@ -24,12 +24,12 @@ STAGES = {f"stages.{NAME}.epochs": 2, "evaluation.members": 4, "training.ema_dec
 
 @pytest.fixture
 def setup(tiny_config, tmp_path):
-    """`setup()`: everything a step of this stage needs, begun at the operator's weights."""
+    """`setup()`: everything a step of a stage needs, begun at the operator's weights."""
 
-    def make(**overlay) -> Setup:
-        config = tiny_config(**{f"stages.{NAME}.epochs": 1, **overlay})
+    def make(stage=NAME, **overlay) -> Setup:
+        config = tiny_config(**{f"stages.{stage}.epochs": 1, **overlay})
         weights = stages.build(config, Setup.build(config, tmp_path, Ranks(), print).datasets).model.state_dict()
-        return Setup.build(config, tmp_path, Ranks(), lambda message: None, NAME, weights)
+        return Setup.build(config, tmp_path, Ranks(), lambda message: None, stage, weights)
 
     return make
 
@@ -84,7 +84,7 @@ def test_with_an_exact_denoiser_what_is_drawn_has_the_mean_and_spread_of_the_err
 def test_its_loss_is_least_for_an_exact_denoiser_and_one_for_none(setup):
     made = setup(**{"training.batch_size": 12})
     objective, model, batch = made.objective, made.model, batch_of(made, "advection")
-    error = objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)[0]
+    error = objective.errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)[0]
     model.set_spread("advection", error.square().mean().sqrt()[None], torch.ones(1))
 
     def loss() -> float:
@@ -103,7 +103,7 @@ def test_what_noise_was_added_and_what_is_to_be_said_are_those_of_the_paper(setu
     """With what the network should have said, denoising gives the error back, whatever the noise."""
     made = setup()
     objective, model, batch = made.objective, made.model, batch_of(made, "advection")
-    error, *given = objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
+    error, *given = objective.errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
     noise, level = torch.randn(error.shape), torch.linspace(0.01, 20, len(error))
     sigma = level.reshape(-1, 1, 1, 1)
     wanted = (sigma * error - noise) * (1 + sigma.square()).rsqrt()
@@ -117,7 +117,7 @@ def test_corrections_are_as_wide_as_errors_on_samples_that_were_not_trained_on(s
     batch = batch_of(made, "darcy")
     for name in ("advection", "darcy"):
         seen, unseen = made.model.state_dict()[f"spread_{name}"]
-        assert seen > 0 and unseen > 0 and seen != unseen, "of other samples"
+        assert (seen > 0).all() and (unseen > 0).all() and (seen != unseen).all(), "of other samples"
     model = exact(made.model, "darcy", 0.0, 1.0)
     drawn = []
     for unseen in (0.5, 1.0):
@@ -127,10 +127,11 @@ def test_corrections_are_as_wide_as_errors_on_samples_that_were_not_trained_on(s
     torch.testing.assert_close(2 * (drawn[0] - forecast), drawn[1] - forecast, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("stage", [NAME, REFINE])
 @pytest.mark.parametrize("overlay", [{}, FNO], ids=["ups", "fno"])
-def test_a_step_trains_the_denoiser_and_leaves_the_operator_as_it_was(setup, overlay):
-    made = setup(**overlay)
-    assert isinstance(made.objective, DiffusionObjective)
+def test_a_step_trains_the_denoiser_and_leaves_the_operator_as_it_was(setup, overlay, stage):
+    made = setup(stage, **overlay)
+    assert isinstance(made.objective, RefineObjective if stage == REFINE else DiffusionObjective)
     before = {name: value.clone() for name, value in made.model.state_dict().items()}
     made.set_learning_rate(0.5)
     for step in range(6):
@@ -147,7 +148,7 @@ def test_the_noise_level_changes_what_is_said(setup, overlay):
     for parameter in made.model.denoiser.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=draws)
     model, batch = made.model.eval(), batch_of(made, "advection")
-    error, *given = made.objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
+    error, *given = made.objective.errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
     low, high = (
         diffusion.denoise(model.denoiser, "advection", error, torch.full((len(error),), level), tuple(given))[1]
         for level in (0.5, 0.6)
@@ -195,13 +196,14 @@ def test_a_run_trains_it_from_the_operator_judges_it_and_can_be_asked(run):
         inference.predict(load_model(folder, stage="operator"), fields, "advection", 0.4, members=2)
 
 
-def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path):
+@pytest.mark.parametrize("stage", [NAME, REFINE])
+def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path, stage):
     class Killed(Exception):
         pass
 
-    overlay = {**STAGES, "checkpoint.interval": 5}
+    overlay = {**STAGES, f"stages.{NAME}.epochs": 0, f"stages.{stage}.epochs": 2, "checkpoint.interval": 5}
     whole = train_here(tiny_config(**overlay), tmp_path / "whole")
-    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == NAME][0]
+    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == stage][0]
 
     def kill(step):
         if step == first + 7:
@@ -210,13 +212,14 @@ def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, t
     with pytest.raises(Killed):
         train_here(tiny_config(**overlay), tmp_path / "cut", at_step=kill)
     train_here(tiny_config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
-    there, again = (gates.kept(tmp_path / name, NAME) for name in ("whole", "cut"))
+    there, again = (gates.kept(tmp_path / name, stage) for name in ("whole", "cut"))
     assert all(torch.equal(value, again[name]) for name, value in there.items())
     assert any("spread_" in name for name in there), "and with it what was measured when it began"
 
 
-def test_phases_are_flipped_in_it(setup):
-    made = setup()
+@pytest.mark.parametrize("stage", [NAME, REFINE])
+def test_phases_are_flipped_in_it(setup, stage):
+    made = setup(stage)
     batches = made.loader.peek()
     losses = []
     half = {"training.amp": True, "training.amp_dtype": "bfloat16"}
@@ -228,10 +231,102 @@ def test_phases_are_flipped_in_it(setup):
     assert all(getattr(block, "recompute", None) for block in made.model.denoiser.blocks())
 
 
-def test_memory_is_predicted_for_both_models(tiny_config, data_root):
-    plain, config = (tiny_config(names=("advection",), **more) for more in ({}, {f"stages.{NAME}.epochs": 1}))
+@pytest.mark.parametrize("stage", [NAME, REFINE])
+def test_memory_is_predicted_for_both_models(tiny_config, data_root, stage):
+    plain, config = (tiny_config(names=("advection",), **more) for more in ({}, {f"stages.{stage}.epochs": 1}))
     first, later = (predict_memory(each, data_root).nbytes for each in (plain, config))
     assert later > first
+
+
+# -- the refiner -------------------------------------------------------------------------------------------------------
+
+
+class Knows(Exact):
+    """The denoiser's part where what is noised is known."""
+
+    def __init__(self, clean):
+        super().__init__(clean.shape[1] * clean.shape[2], 0.0, 0.0)
+        self.clean, self.levels = clean, []
+
+    def predict(self, name, x, parameters, relative_dt):
+        self.mean = self.clean.reshape(len(x), 1, -1, *x.shape[3:])
+        self.levels.append((4 * parameters[0, -1]).exp().item())
+        return super().predict(name, x, parameters, relative_dt)
+
+
+def test_noise_falls_in_equal_ratios_from_twice_the_error_to_a_thousandth_of_it(setup):
+    model = setup(REFINE).model
+    model.set_spread("advection", torch.full((2, 1), 0.5), torch.full((2, 1), 0.05))
+    levels = model.levels("advection")
+    assert len(levels) == diffusion.REFINEMENTS
+    assert levels[0].item() == pytest.approx(0.2) and levels[-1].item() == pytest.approx(1e-4)
+    assert (levels[1:] / levels[:-1]).tolist() == pytest.approx([2000**-0.5] * 2)
+    model.set_spread("advection", torch.full((2, 1), 0.5), torch.full((2, 1), 1e-4))
+    assert model.levels("advection")[-1].item() == pytest.approx(1e-5), "float32 tells no less"
+
+
+@pytest.mark.parametrize("name", ["advection", "darcy"])
+def test_a_denoiser_that_knows_the_truth_gives_the_truth_whatever_the_forecast(setup, name):
+    made = setup(REFINE)
+    model, batch = made.model.eval(), batch_of(made, name)
+    fields = batch.inputs, batch.targets[:, : model.specs[name].output_frames], batch.parameters
+    clean, (x, *_) = made.objective.clean(name, *fields)
+    assert clean.square().mean().sqrt().item() == pytest.approx(1.0, rel=0.5), "in units of the data's own"
+    model.denoiser = Knows(clean)
+    found = model(name, batch.inputs, batch.parameters, model.specs[name].dt)
+    torch.testing.assert_close(found, fields[1], rtol=1e-3, atol=1e-4)
+    assert model.denoiser.levels == pytest.approx(model.levels(name).tolist(), rel=1e-3), "each level in its call"
+
+
+def test_a_denoiser_that_knows_nothing_leaves_a_forecast_within_the_noise(setup):
+    """What the network says is then 0: of z it keeps 1 / (1 + level^2)."""
+    made = setup(REFINE)
+    model, batch = made.model.eval(), batch_of(made, "advection")
+    model.set_spread("advection", torch.ones(2, 1), torch.full((2, 1), 0.01))
+    model.denoiser.predict = lambda name, x, *_: torch.zeros_like(x[:, :, -2:])
+    asked = "advection", batch.inputs, batch.parameters, 0.05
+    apart = (model(*asked) - model.before(*asked)) / model.specs["advection"].output_std[0]
+    assert apart.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_its_loss_is_least_for_a_denoiser_that_knows_and_one_for_none(setup):
+    made = setup(REFINE)
+    model, batch = made.model, batch_of(made, "advection")
+    fields = batch.inputs, batch.targets[:, : model.specs["advection"].output_frames], batch.parameters
+    clean, _ = made.objective.clean("advection", *fields)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return np.mean([made.objective(batch, {REFINE: 1.0}, None)[0].item() for _ in range(50)])
+
+    model.denoiser.predict = lambda name, x, *_: torch.zeros_like(x[:, :, -2:])
+    assert loss() == pytest.approx(1.0, rel=0.2)
+    model.denoiser = Knows(clean)
+    assert loss() < 1e-3
+
+
+def test_without_random_numbers_a_refined_forecast_is_the_same_each_time_and_with_them_not(setup):
+    made = setup(REFINE)
+    model, batch = made.model.eval(), batch_of(made, "advection")
+    asked = "advection", batch.inputs, batch.parameters, 0.05, 6
+    torch.rand(3)  # whatever else is drawn
+    first, second = model.rollout(*asked), model.rollout(*asked)
+    assert torch.equal(first, second)
+    drawn = model.ensemble(*asked, members=2)
+    assert drawn.shape[:3] == (2, len(batch.inputs), 6) and not torch.equal(drawn[0], drawn[1])
+    finer = batch.inputs.repeat_interleave(2, dim=-1)
+    assert model("advection", finer, batch.parameters, 0.05).shape[-1] == 64
+
+
+def test_a_run_refines_and_judges_it(tiny_config, train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(gates, "FEWEST", 2)
+    overlay = {**STAGES, f"stages.{NAME}.epochs": 0, "stages.finetune.epochs": 1, f"stages.{REFINE}.epochs": 2}
+    events = train_here(tiny_config(**overlay), tmp_path)
+    (judged,) = [event for event in events if event["kind"] == "gate" and event["stage"] == REFINE]
+    assert judged["against"] == "finetune" and judged["ratio"] > 0
+    assert sum("noise on forecasts" in event.get("message", "") for event in events) == 2
+    model, weights = load_model(tmp_path, stage=REFINE), gates.kept(tmp_path, "operator")
+    assert all(torch.equal(value, weights[name]) for name, value in model.before.state_dict().items())
 
 
 # -- the student -------------------------------------------------------------------------------------------------------
@@ -276,7 +371,7 @@ def test_a_student_begins_as_its_teacher_and_takes_its_spread(taught):
 def test_at_the_lowest_level_a_student_gives_back_what_it_is_given(taught):
     made = taught()
     batch = batch_of(made, "advection")
-    z, *given = made.objective._errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
+    z, *given = made.objective.errors("advection", batch.inputs, batch.targets[:, :2], batch.parameters)
     level = torch.full((len(z),), diffusion.LOWEST)
     found, _ = diffusion.denoise(made.model.denoiser, "advection", z, level, tuple(given), diffusion.LOWEST)
     torch.testing.assert_close(found, z, rtol=1e-6, atol=1e-6)

@@ -1,7 +1,8 @@
-"""What a diffusion model of errors is trained by: noised errors of the frozen model, which are to be found again."""
+"""What denoisers are trained by: noised errors of the frozen model, or noised changes, which are to be found again."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -11,7 +12,17 @@ from torch import Tensor
 from upsnb.data.batches import Batch
 from upsnb.data.datasets import Dataset
 from upsnb.data.source import thinned
-from upsnb.models.diffusion import HIGHEST, LOWEST, Distilled, ResidualDiffusion, denoise, noise_levels
+from upsnb.models.diffusion import (
+    HIGHEST,
+    LOWEST,
+    REFINEMENTS,
+    Denoising,
+    Distilled,
+    Refined,
+    ResidualDiffusion,
+    denoise,
+    noise_levels,
+)
 from upsnb.rules import LOSS_TERMS
 from upsnb.training.losses import Objective
 
@@ -20,29 +31,71 @@ MEAN_LOG, STD_LOG = -0.5, 1.2  # of the noise levels that are trained on
 TAUGHT = 18  # noise levels between two of which a student learns
 
 
-class DiffusionObjective(Objective):
-    """Mean square of what the network says less what it should have said (EDM, equation 8).
+class DenoisingObjective(Objective):
+    """Mean square of what a denoiser says less what it should have said (EDM, equation 8). Subclasses say of what.
 
-    1 is what a normal distribution as wide as the errors reaches. Errors on samples that the frozen model has been
-    trained on are smaller than on others: they are learned from in units of their own spread, and drawn in units of the
-    spread on the validation split.
+    1 is what a normal distribution as wide as the clean fields reaches.
     """
 
-    model: ResidualDiffusion
+    model: Denoising
     TERMS = LOSS_TERMS  # of the operator; here they do nothing
     GRAPHS = ("score",)
+    TERM = ""
+
+    @abstractmethod
+    def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
+        """Standard deviation of the noise on each pair, drawn, (B,)."""
+
+    @abstractmethod
+    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, tuple]:
+        """What noise is added to, of about unit variance, (B, T_out, C_out, *grid), and what `denoise` is given."""
+
+    def weights(self, step: int, microbatch: int) -> dict[str, float]:
+        return {self.TERM: 1.0}
+
+    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
+        spec, device = self.model.specs[batch.dataset], batch.inputs.device
+        frames = len(batch.inputs), spec.output_frames, spec.output_channels, *batch.inputs.shape[3:]
+        fields = batch.inputs, batch.targets[:, : spec.output_frames], batch.parameters
+        level = self.level(batch.dataset, frames[0], device)
+        noise = torch.randn(frames, generator=self.generator, device=device)
+        return {self.TERM: self.score(batch.dataset, fields, level, noise)}
+
+    def score(self, name: str, fields: tuple[Tensor, Tensor, Tensor], level: Tensor, noise: Tensor) -> Tensor:
+        """
+        Args:
+            fields: physical inputs, targets of one call and parameters of a microbatch of B pairs.
+            level: (B,) standard deviation of the noise.
+            noise: (B, T_out, C_out, *grid) standard normal.
+        """
+        with torch.no_grad():
+            clean, given = self.clean(name, *fields)
+        sigma = level.reshape(-1, *(1,) * (clean.dim() - 1))
+        _, said = denoise(self.model.denoiser, name, clean + sigma * noise, level, given)
+        wanted = (sigma * clean - noise) * (1 + sigma.square()).rsqrt()  # (clean - keep^2 noised) / (sigma keep)
+        return (said - wanted).square().mean()
+
+    def idle(self, batch: Batch) -> Tensor:
+        return self.terms(batch, {})[self.TERM]
+
+    def known(self, name: str, inputs: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a surrogate is given in one call: x, parameters and relative_dt, normalised."""
+        model, x = self.model, self.model.normalise(name, inputs)
+        return x, model.normalise_parameters(name, parameters), model.relative_dt(name, x, model.specs[name].dt)
+
+    def errors(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
+        """Of the frozen model, normalised, and what it was given: x, its forecast, parameters and relative_dt."""
+        x, known, relative_dt = self.known(name, inputs, parameters)
+        forecast = self.model.before.predict(name, x, known, relative_dt).float()
+        return self.model.normalise(name, targets, "output") - forecast, x, forecast, known, relative_dt
 
     @torch.no_grad()
-    def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
-        for name, dataset in datasets.items():
-            seen = self._spread(dataset, "train")
-            unseen = self._spread(dataset, "validation") if len(dataset.splits["validation"]) else seen
-            self.model.set_spread(name, seen, unseen)
-            larger = (unseen / seen).max().item()
-            log(f"{name}: errors on validation samples are {larger:.2f} times those on training samples")
+    def measured(self, dataset: Dataset, split: str, of: Callable[..., Tensor]) -> Tensor:
+        """Root mean square of what `of` makes of some pairs of a split, by frame and channel, (T_out, C_out).
 
-    def _spread(self, dataset: Dataset, split: str) -> Tensor:
-        """Root mean square of the frozen model's errors in one call, by channel, normalised units, (C_out,)."""
+        Args:
+            of: (name, inputs, targets, parameters) -> (B, T_out, C_out, *grid).
+        """
         model, spec, squares = self.model.eval(), dataset.spec, []
         device, frames = next(model.parameters()).device, spec.input_frames + spec.output_frames
         samples = thinned(dataset.splits[split], MEASURED)
@@ -54,47 +107,71 @@ class DiffusionObjective(Objective):
             if spec.time_dependent:
                 inputs, targets = inputs[:, : spec.input_frames], inputs[:, spec.input_frames :, : spec.output_channels]
             parameters = torch.from_numpy(dataset.source.parameters[[sample]])
-            error = self._errors(spec.name, *(some.to(device) for some in (inputs, targets, parameters)))[0]
-            squares.append(error.square().transpose(1, 2).flatten(2).mean((0, 2)))
+            found = of(spec.name, *(some.to(device) for some in (inputs, targets, parameters)))[0]
+            squares.append(found.square().flatten(2).mean(2))
         model.train()
         return torch.stack(squares).mean(0).sqrt().clamp_min(1e-8)
 
-    def weights(self, step: int, microbatch: int) -> dict[str, float]:
-        return {"diffusion": 1.0}
 
-    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
-        spec, device = self.model.specs[batch.dataset], batch.inputs.device
-        frames = len(batch.inputs), spec.output_frames, spec.output_channels, *batch.inputs.shape[3:]
-        draws = {"generator": self.generator, "device": device}
-        level = (MEAN_LOG + STD_LOG * torch.randn(frames[0], **draws)).exp().clamp(LOWEST, HIGHEST)
-        fields = batch.inputs, batch.targets[:, : spec.output_frames], batch.parameters
-        return {"diffusion": self.score(batch.dataset, fields, level, torch.randn(frames, **draws))}
+class DiffusionObjective(DenoisingObjective):
+    """Noised errors of the frozen model, which are to be found again.
 
-    def score(self, name: str, fields: tuple[Tensor, Tensor, Tensor], level: Tensor, noise: Tensor) -> Tensor:
-        """
-        Args:
-            fields: physical inputs, targets of one call and parameters of a microbatch of B pairs.
-            level: (B,) standard deviation of the noise.
-            noise: (B, T_out, C_out, *grid) standard normal.
-        """
-        with torch.no_grad():
-            error, *given = self._errors(name, *fields)
-            error = error / self.model.spread(name, "seen", error.dim() - 3)
-        sigma = level.reshape(-1, *(1,) * (error.dim() - 1))
-        _, said = denoise(self.model.denoiser, name, error + sigma * noise, level, tuple(given))
-        wanted = (sigma * error - noise) * (1 + sigma.square()).rsqrt()  # (error - keep^2 noised) / (sigma keep)
-        return (said - wanted).square().mean()
+    Errors on samples that it has been trained on are smaller than on others: they are learned from in units of their
+    own spread, and drawn in units of the spread on the validation split.
+    """
 
-    def _errors(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
-        """Of the frozen model, normalised, and what it was given: x, its forecast, parameters and relative_dt."""
-        model, spec = self.model, self.model.specs[name]
-        x, known = model.normalise(name, inputs), model.normalise_parameters(name, parameters)
-        relative_dt = model.relative_dt(name, x, spec.dt)
-        forecast = model.before.predict(name, x, known, relative_dt).float()
-        return model.normalise(name, targets, "output") - forecast, x, forecast, known, relative_dt
+    model: ResidualDiffusion
+    TERM = "diffusion"
 
-    def idle(self, batch: Batch) -> Tensor:
-        return self.terms(batch, {})["diffusion"]
+    def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
+        for name, dataset in datasets.items():
+            seen = self.measured(dataset, "train", self._error)
+            held_out = len(dataset.splits["validation"])
+            unseen = self.measured(dataset, "validation", self._error) if held_out else seen
+            self.model.set_spread(name, seen, unseen)
+            larger = (unseen / seen).max().item()
+            log(f"{name}: errors on validation samples are {larger:.2f} times those on training samples")
+
+    def _error(self, *fields) -> Tensor:
+        return self.errors(*fields)[0]
+
+    def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
+        drawn = torch.randn(pairs, generator=self.generator, device=device)
+        return (MEAN_LOG + STD_LOG * drawn).exp().clamp(LOWEST, HIGHEST)
+
+    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, tuple]:
+        error, *given = self.errors(name, inputs, targets, parameters)
+        return error / self.model.spread(name, "seen", error.dim() - 3), tuple(given)
+
+
+class RefineObjective(DenoisingObjective):
+    """Noised changes from the last given frame, which are to be found again (PDE-Refiner, arXiv 2308.05732, section 3).
+
+    All noise levels alike. The frozen model takes no part: it makes the forecast that refinement begins with.
+    """
+
+    model: Refined
+    TERM = "refine"
+
+    def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
+        for name, dataset in datasets.items():
+            held_out = "validation" if len(dataset.splits["validation"]) else "train"
+            change = self.measured(dataset, "train", self._change)
+            self.model.set_spread(name, change, self.measured(dataset, held_out, lambda *f: self.errors(*f)[0]))
+            levels = ", ".join(f"{level:.2g}" for level in self.model.levels(name).tolist())
+            log(f"{name}: noise on forecasts, as shares of what a call changes: {levels}")
+
+    def _change(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> Tensor:
+        target = self.model.normalise(name, targets, "output")
+        return target - self.model.still(name, self.model.normalise(name, inputs))
+
+    def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
+        chosen = torch.randint(REFINEMENTS, (pairs,), generator=self.generator, device=device)
+        return self.model.levels(name)[chosen]
+
+    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, tuple]:
+        change = self._change(name, inputs, targets, parameters)
+        return change / self.model.spread(name, "change", change.dim() - 3), self.known(name, inputs, parameters)
 
 
 class ConsistencyObjective(DiffusionObjective):
@@ -106,22 +183,16 @@ class ConsistencyObjective(DiffusionObjective):
     """
 
     model: Distilled
+    TERM = "consistency"
 
     def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
         """The spread of errors is the teacher's."""
 
-    def weights(self, step: int, microbatch: int) -> dict[str, float]:
-        return {"consistency": 1.0}
-
-    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
-        spec, device = self.model.specs[batch.dataset], batch.inputs.device
-        frames = len(batch.inputs), spec.output_frames, spec.output_channels, *batch.inputs.shape[3:]
-        draws = {"generator": self.generator, "device": device}
+    def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
+        """A level, and the next lower one, (2, B)."""
         levels = torch.tensor(noise_levels(TAUGHT)[:-1], device=device)
-        chosen = torch.randint(len(levels) - 1, frames[:1], **draws)
-        fields = batch.inputs, batch.targets[:, : spec.output_frames], batch.parameters
-        level = torch.stack((levels[chosen], levels[chosen + 1]))
-        return {"consistency": self.score(batch.dataset, fields, level, torch.randn(frames, **draws))}
+        chosen = torch.randint(len(levels) - 1, (pairs,), generator=self.generator, device=device)
+        return torch.stack((levels[chosen], levels[chosen + 1]))
 
     def score(self, name: str, fields: tuple[Tensor, Tensor, Tensor], level: Tensor, noise: Tensor) -> Tensor:
         """
@@ -131,8 +202,7 @@ class ConsistencyObjective(DiffusionObjective):
         """
         model, (high, low) = self.model, level
         with torch.no_grad():
-            error, *given = self._errors(name, *fields)
-            error, given = error / model.spread(name, "seen", error.dim() - 3), tuple(given)
+            error, given = self.clean(name, *fields)
             above, below = (one.reshape(-1, *(1,) * (error.dim() - 1)) for one in level)
             start = error + above * noise
             slope = (start - denoise(model.teacher, name, start, high, given)[0]) / above

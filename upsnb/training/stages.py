@@ -16,11 +16,11 @@ from upsnb.data.datasets import Dataset, Outline
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, Problem
 from upsnb.models import chosen
-from upsnb.models.diffusion import Distilled, ResidualDiffusion
+from upsnb.models.diffusion import Distilled, Refined, ResidualDiffusion
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import LOSS_TERMS
-from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective
+from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective, RefineObjective
 from upsnb.training.losses import CrpsObjective, FieldObjective, Objective, UPSObjective
 
 Datasets = Mapping[str, Dataset | Outline]
@@ -46,6 +46,11 @@ def crps(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Obj
     return CrpsObjective(before, config.training)
 
 
+def refine(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
+    """A second model of the same kind that refines the forecasts of the first, which is frozen, in a few calls."""
+    return RefineObjective(Refined(before, config), config.training)
+
+
 def diff_residual(config: RunConfig, datasets: Datasets, before: Surrogate | None) -> Objective:
     """A second model of the same kind that draws what is to be added to the forecasts of the first, which is frozen."""
     return DiffusionObjective(ResidualDiffusion(before, config), config.training)
@@ -65,6 +70,7 @@ STAGES: dict[str, Stage] = {
     OPERATOR: operator,
     "finetune": finetune,
     "crps": crps,
+    "refine": refine,
     "diff_residual": diff_residual,
     "consistency_distill": consistency_distill,
 }
