@@ -62,7 +62,7 @@ def predict(
         raise DataError(f"num_frames: got {num_frames!r}{most} -> give {'1 or more' if spec.time_dependent else '1'}")
     if members is not None and (not isinstance(members, int | np.integer) or members < 1 or not model.draws):
         found = f"got {members!r}" if model.draws else f"{model.called} draws nothing"
-        remedy = "give 1 or more" if model.draws else "train a stage that draws, such as stages.crps, or leave members out"
+        remedy = "give 1 or more" if model.draws else "train a stage that draws (stages.crps), or leave members out"
         raise DataError(f"members: {found} -> {remedy}")
     for said in (*_far_fields(spec, x), *_far_parameters(spec, values)):
         warnings.warn(f"{said} -> take the answer for a guess", stacklevel=3)  # where Run.predict was called
