@@ -280,6 +280,12 @@ class CrpsStageConfig(StageConfig):
     unroll: Annotated[int, Field(ge=1, le=64)] = 1  # calls in a row
 
 
+class FrozenStageConfig(StageConfig):
+    """A stage that calls a frozen model on every training pair."""
+
+    cache: Literal["auto", "off"] = "auto"  # keep its forecasts on the disk, where reading them is faster
+
+
 class StagesConfig(Section):
     """Training stages in their order."""
 
@@ -287,8 +293,8 @@ class StagesConfig(Section):
     finetune: FinetuneStageConfig = FinetuneStageConfig()
     crps: CrpsStageConfig = CrpsStageConfig()
     refine: StageConfig = StageConfig()
-    diff_residual: StageConfig = StageConfig()
-    consistency_distill: StageConfig = StageConfig()
+    diff_residual: FrozenStageConfig = FrozenStageConfig()
+    consistency_distill: FrozenStageConfig = FrozenStageConfig()
 
     @property
     def planned(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Stages with a denoiser: their noise levels, what they minimise, what they draw, and what they do to a run."""
 
+import functools
 import math
 
 import numpy as np
@@ -10,11 +11,13 @@ from upsnb import overlays
 from upsnb.errors import ConfigError, DataError
 from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import diffusion, inference
+from upsnb.report import results
 from upsnb.runs import handle, runfolder
-from upsnb.training import gates, stages
+from upsnb.training import frozen, gates, stages
 from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective, RefineObjective
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
+from upsnb.worker import staging
 
 NAME, STUDENT, REFINE = "diff_residual", "consistency_distill", "refine"
 FNO = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
@@ -464,3 +467,66 @@ def test_a_student_that_is_nearly_as_good_passes_and_no_other_stage_would():
     errors, nearly = {"a": [1.0] * 20}, {"a": [1.03] * 20}
     assert gates.judge(nearly, errors)["verdict"] == "harm"
     assert gates.judge(nearly, errors, gates.bar(STUDENT))["verdict"] == "pass" and gates.bar(NAME) == 1
+
+
+# -- forecasts that are kept ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Forecasts are kept whatever this machine measures."""
+    monkeypatch.setattr(frozen.Costs, "against", lambda *_: "")
+
+
+def test_a_step_on_kept_forecasts_is_the_step_on_computed_ones(setup, tmp_path, always):
+    losses, gradients, calls = [], [], []
+    for cache in ("off", "auto"):
+        made = setup(**{f"stages.{NAME}.cache": cache})
+        said = staging.keep_forecasts(made, tmp_path / cache, print)
+        assert said.keys() == (made.datasets.keys() if cache == "auto" else set())
+        made.generator.manual_seed(4)
+        batches, predict = made.loader.peek(), made.model.before.predict
+        made.model.before.predict = functools.partial(counted, calls, cache, predict)
+        found = [made.objective(batch, {"diffusion": 1.0}, None)[0] for batch in batches]
+        sum(found).backward()
+        losses.append([loss.item() for loss in found])
+        gradients.append([parameter.grad for parameter in made.model.denoiser.parameters()])
+    assert calls == ["off", "off"], "of those that are kept none is computed"
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for there, again in zip(*gradients):
+        torch.testing.assert_close(there, again, rtol=1e-4, atol=1e-7)
+    made.update(overlays.apply(made.config, {f"stages.{NAME}.cache": "off"}))
+    made.objective(batches[0], {"diffusion": 1.0}, None)
+    assert len(calls) == 3, "and off while it trains, it is computed"
+
+
+def counted(calls, what, predict, *asked):
+    calls.append(what)
+    return predict(*asked)
+
+
+def test_images_drawn_anew_are_never_kept_and_the_run_says_why(setup, tmp_path):
+    made = setup(**{f"data.datasets.{name}.augment": True for name in ("advection", "darcy")})
+    said = staging.keep_forecasts(made, tmp_path, print)
+    assert {(known["on"], known["why"]) for known in said.values()} == {
+        (False, "each pair is shown in random images, another one each time")
+    }
+    assert not made.objective.forecasts and made.loader.peek()[0].pairs is None
+
+
+def test_a_student_reads_what_its_teacher_did_and_nothing_stays(tiny_config, train_here, tmp_path, monkeypatch, always):
+    monkeypatch.setattr(gates, "FEWEST", 2)
+    built, build = [], frozen.build
+
+    def noted(path, *more):
+        built.append((path, path.exists()))
+        return build(path, *more)
+
+    monkeypatch.setattr(frozen, "build", noted)
+    events = train_here(tiny_config(**STAGES, **{f"stages.{STUDENT}.epochs": 1}), tmp_path)
+    started = {event["stage"]: event["cache"] for event in events if event["kind"] == "start"}
+    assert not started["operator"] and all(known["on"] for known in started[STUDENT].values())
+    assert [there for _, there in built] == [False, False, True, True] and len({path for path, _ in built}) == 2
+    assert not (tmp_path / runfolder.STAGES / staging.FORECASTS).exists()
+    (line,) = [known["cache"] for known in results.stages(events) if known["stage"] == STUDENT]
+    assert line.keys() == {"advection", "darcy"}

@@ -47,6 +47,7 @@ class Batch:
     parameters: Tensor  # (B, P) float32
     seed: int
     turn: int = 0
+    pairs: np.ndarray | None = None  # (B, 2) of its Microbatch, where they are shown as they are
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same with every tensor changed."""
@@ -167,7 +168,8 @@ def _apportioned(shares: np.ndarray, total: int) -> np.ndarray:
 def _augmented(dataset: Dataset, microbatch: Microbatch, inputs: Tensor, targets: Tensor, parameters: Tensor) -> Batch:
     if dataset.augment:
         inputs, targets = symmetries.images(dataset.family, inputs, targets, microbatch.draws)
-    return Batch(dataset.name, inputs, targets, parameters, microbatch.seed, microbatch.turn)
+    pairs = None if dataset.augment else microbatch.pairs
+    return Batch(dataset.name, inputs, targets, parameters, microbatch.seed, microbatch.turn, pairs)
 
 
 class PairReader(torch.utils.data.Dataset):

@@ -109,7 +109,8 @@ def stages(events: list[dict]) -> list[dict]:
         last = [event for event in of_stage if event["kind"] == "step"][-1]
         validated = [event["val_nrmse"] for event in of_stage if event["kind"] == "eval"]
         gates = [event for event in of_stage if event["kind"] == "gate"]
-        known = {"stage": stage, "steps": last["step"] - before["step"]}
+        caches = [event["cache"] for event in of_stage if event["kind"] == "start" and event.get("cache")]
+        known = {"stage": stage, "steps": last["step"] - before["step"], "cache": caches[-1] if caches else {}}
         known |= {
             "train_time_s": round(last["time_s"] - before["time_s"], 3),
             "samples_per_s": steady_throughput(of_stage),
@@ -337,6 +338,17 @@ def _of_stage(known: dict) -> str:
         f"stage {known['stage']}: {known['steps']} steps in {number(known['train_time_s'])} s, "
         f"{number(known['samples_per_s']['median'])} samples/s; its last validation nRMSE: {errors}"
         + (f"; {verdict(known['gate'])}" if known.get("gate") else "")
+        + "".join(f"; {_of_cache(name, cache)}" for name, cache in known.get("cache", {}).items())
+    )
+
+
+def _of_cache(name: str, cache: dict) -> str:
+    """Whether a stage reads what a frozen model says of a dataset, and what that takes and saves."""
+    if not cache["on"]:
+        return f"frozen forecasts of {name} computed in each step: {cache['why']}"
+    return (
+        f"frozen forecasts of {name} read from {number(cache['gib'], 3)} GiB: {number(cache['read_ms'], 3)} ms a row, "
+        f"{number(cache['compute_ms'], 3)} to compute; made in {number(cache['build_s'], 3)} s at the stage's start"
     )
 
 

@@ -24,6 +24,7 @@ from upsnb.models.diffusion import (
     noise_levels,
 )
 from upsnb.rules import LOSS_TERMS
+from upsnb.training.frozen import PairRows
 from upsnb.training.losses import Objective
 
 MEASURED = 64  # samples of a split that the spread of errors is measured on, one call of each
@@ -41,14 +42,19 @@ class DenoisingObjective(Objective):
     TERMS = LOSS_TERMS  # of the operator; here they do nothing
     GRAPHS = ("score",)
     TERM = ""
+    forecasts: Mapping[str, PairRows] = {}  # of the frozen model, by dataset, where they are kept and not computed
 
     @abstractmethod
     def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
         """Standard deviation of the noise on each pair, drawn, (B,)."""
 
     @abstractmethod
-    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, tuple]:
-        """What noise is added to, of about unit variance, (B, T_out, C_out, *grid), and what `denoise` is given."""
+    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor, *kept: Tensor) -> tuple:
+        """What noise is added to, of about unit variance, (B, T_out, C_out, *grid), and what `denoise` is given.
+
+        Args:
+            kept: the frozen model's forecasts, normalised, where they need not be computed.
+        """
 
     def weights(self, step: int, microbatch: int) -> dict[str, float]:
         return {self.TERM: 1.0}
@@ -57,14 +63,16 @@ class DenoisingObjective(Objective):
         spec, device = self.model.specs[batch.dataset], batch.inputs.device
         frames = len(batch.inputs), spec.output_frames, spec.output_channels, *batch.inputs.shape[3:]
         fields = batch.inputs, batch.targets[:, : spec.output_frames], batch.parameters
+        if batch.pairs is not None and batch.dataset in self.forecasts and self.stage.cache != "off":
+            fields += (self.forecasts[batch.dataset].read(batch.pairs, device),)
         level = self.level(batch.dataset, frames[0], device)
         noise = torch.randn(frames, generator=self.generator, device=device)
         return {self.TERM: self.score(batch.dataset, fields, level, noise)}
 
-    def score(self, name: str, fields: tuple[Tensor, Tensor, Tensor], level: Tensor, noise: Tensor) -> Tensor:
+    def score(self, name: str, fields: tuple[Tensor, ...], level: Tensor, noise: Tensor) -> Tensor:
         """
         Args:
-            fields: physical inputs, targets of one call and parameters of a microbatch of B pairs.
+            fields: physical inputs, targets of one call and parameters of a microbatch of B pairs, and `kept`.
             level: (B,) standard deviation of the noise.
             noise: (B, T_out, C_out, *grid) standard normal.
         """
@@ -83,10 +91,10 @@ class DenoisingObjective(Objective):
         model, x = self.model, self.model.normalise(name, inputs)
         return x, model.normalise_parameters(name, parameters), model.relative_dt(name, x, model.specs[name].dt)
 
-    def errors(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
+    def errors(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor, *kept: Tensor) -> tuple:
         """Of the frozen model, normalised, and what it was given: x, its forecast, parameters and relative_dt."""
         x, known, relative_dt = self.known(name, inputs, parameters)
-        forecast = self.model.before.predict(name, x, known, relative_dt).float()
+        forecast = kept[0] if kept else self.model.before.predict(name, x, known, relative_dt).float()
         return self.model.normalise(name, targets, "output") - forecast, x, forecast, known, relative_dt
 
     @torch.no_grad()
@@ -139,8 +147,8 @@ class DiffusionObjective(DenoisingObjective):
         drawn = torch.randn(pairs, generator=self.generator, device=device)
         return (MEAN_LOG + STD_LOG * drawn).exp().clamp(LOWEST, HIGHEST)
 
-    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, tuple]:
-        error, *given = self.errors(name, inputs, targets, parameters)
+    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor, *kept: Tensor) -> tuple:
+        error, *given = self.errors(name, inputs, targets, parameters, *kept)
         return error / self.model.spread(name, "seen", error.dim() - 3), tuple(given)
 
 
@@ -169,7 +177,7 @@ class RefineObjective(DenoisingObjective):
         chosen = torch.randint(REFINEMENTS, (pairs,), generator=self.generator, device=device)
         return self.model.levels(name)[chosen]
 
-    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor) -> tuple[Tensor, tuple]:
+    def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor, *kept: Tensor) -> tuple:
         change = self._change(name, inputs, targets, parameters)
         return change / self.model.spread(name, "change", change.dim() - 3), self.known(name, inputs, parameters)
 
@@ -194,7 +202,7 @@ class ConsistencyObjective(DiffusionObjective):
         chosen = torch.randint(len(levels) - 1, (pairs,), generator=self.generator, device=device)
         return torch.stack((levels[chosen], levels[chosen + 1]))
 
-    def score(self, name: str, fields: tuple[Tensor, Tensor, Tensor], level: Tensor, noise: Tensor) -> Tensor:
+    def score(self, name: str, fields: tuple[Tensor, ...], level: Tensor, noise: Tensor) -> Tensor:
         """
         Args:
             fields, noise: as of a diffusion model.

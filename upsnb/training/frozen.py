@@ -68,6 +68,27 @@ class Rows:
         return torch.from_numpy(self.values[numbers]).to(device, non_blocking=True)
 
 
+class PairRows:
+    """Those of training pairs, one row each.
+
+    Args:
+        pairs: (P, 2) int64, as a schedule has them: sample, first frame.
+    """
+
+    def __init__(self, rows: Rows, pairs: np.ndarray):
+        self.rows, self.frames = rows, int(pairs[:, 1].max(initial=0)) + 1
+        codes = self._codes(pairs)
+        self.order = np.argsort(codes)
+        self.sorted = codes[self.order]
+
+    def _codes(self, pairs: np.ndarray) -> np.ndarray:
+        return pairs[:, 0] * self.frames + pairs[:, 1]
+
+    def read(self, pairs: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
+        """(B, 2) -> (B, ...)."""
+        return self.rows.read(self.order[np.searchsorted(self.sorted, self._codes(pairs))], device)
+
+
 Compute = Callable[[np.ndarray], Tensor]  # numbers of rows (B,) -> (B, ...)
 
 

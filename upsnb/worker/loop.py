@@ -101,6 +101,7 @@ class Loop:
         if handed is None:
             self._resume()
         self._plan()
+        self.cached = staging.keep_forecasts(self.setup, folder, self._report_progress)
         self.log.time_before_s = self.position.elapsed_s
         self.epoch_saved_step = self.position.step
         self.validated_step = -1
@@ -171,6 +172,7 @@ class Loop:
             residency=setup.loader.residency,
             num_threads=torch.get_num_threads(),
             build_s=setup.build_s,
+            cache=self.cached,
             nccl_environment=environment,
             datasets={
                 name: {

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from upsnb.config import RunConfig
+from upsnb.data.batches import Microbatch, PairReader
+from upsnb.data.datasets import Dataset
 from upsnb.models.perturbed import Perturbed
 from upsnb.models.surrogate import Surrogate
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import EventWriter
 from upsnb.spans import outside_step
-from upsnb.training import checkpoint, evaluation, gates, parallel, stages
+from upsnb.training import checkpoint, evaluation, frozen, gates, parallel, stages
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
+
+FORECASTS = "forecasts"  # of a frozen model, while a stage needs them, beside what stages have ended with
 
 
 def first_stage(config: RunConfig, folder: Path, ranks: Ranks) -> str:
@@ -42,6 +48,61 @@ def where_to_begin(setup: Setup, folder: Path, following: str) -> dict[str, torc
     """
     wanted = stages.begins_with(following)
     return gates.kept(folder, wanted if gates.is_kept(folder, wanted) else setup.stage)
+
+
+@outside_step
+def keep_forecasts(setup: Setup, folder: Path, log: Callable[[str], None]) -> dict[str, dict]:
+    """Let a stage that calls a frozen model read its forecasts, where that is faster; all ranks enter, rank 0 computes.
+
+    Returns:
+        by dataset {"on", "why" not, "seen" how often each pair will be asked for, "compute_ms" and "read_ms" of a row,
+        "gib", "build_s"}; nothing where a stage calls no frozen model.
+    """
+    objective, config, ranks, said = setup.objective, setup.config, setup.ranks, {}
+    if getattr(stages.settings(config, setup.stage), "cache", "off") == "off":
+        return {}
+    places, place = {}, folder / runfolder.STAGES / FORECASTS
+    with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"), torch.no_grad():
+        of = frozen.key(model.before.state_dict()) if ranks.rank == 0 else ""
+        for name, dataset in setup.datasets.items() if ranks.rank == 0 else ():
+            said[name], places[name] = _forecasts(setup, model.before, dataset, place, of, log)
+    said, places = parallel.all_gather_objects(ranks, (said, places))[0]
+    pairs = setup.loader.schedule.pairs
+    objective.forecasts = {
+        name: frozen.PairRows(frozen.Rows(path), pairs[name]) for name, path in places.items() if path is not None
+    }
+    return said
+
+
+def _forecasts(
+    setup: Setup, model: Surrogate, dataset: Dataset, folder: Path, of: str, log
+) -> tuple[dict, Path | None]:
+    """What a cache of one dataset's forecasts would cost, and where it is if it pays."""
+    if dataset.augment:
+        return {"on": False, "why": "each pair is shown in random images, another one each time"}, None
+    name, config, device = dataset.name, setup.config, setup.ranks.device
+    pairs, size = setup.loader.schedule.pairs[name], config.evaluation.samples_per_call
+    reader = PairReader({name: dataset}, setup.loader.calls)
+
+    def compute(numbers: np.ndarray) -> torch.Tensor:
+        chosen = pairs[numbers]
+        batch = reader[Microbatch(name, chosen, np.zeros(chosen.shape), 0, 0)].map(lambda x: x.to(device))
+        x, spec = model.normalise(name, batch.inputs), dataset.spec
+        condition = model.normalise_parameters(name, batch.parameters), model.relative_dt(name, x, spec.dt)
+        return model.predict(name, x, *condition).float()
+
+    costs = frozen.tried(compute, len(pairs), size, folder, device)
+    seen, limit = stages.settings(config, setup.stage).epochs, config.limit_s(setup.stage)
+    if limit:  # a step costs about four forward passes of the frozen model, its own among them
+        seen = min(seen, limit * setup.ranks.world_size / (4 * costs.compute_s * len(pairs)))
+    why, path = costs.against(seen, frozen.free_bytes(folder)), frozen.place(folder, name, of)
+    known = {"seen": round(seen, 1), "gib": round(costs.nbytes / 2**30, 4)}
+    known |= {"compute_ms": round(1e3 * costs.compute_s, 4), "read_ms": round(1e3 * costs.read_s, 4)}
+    if why and not path.exists():
+        return {"on": False, "why": why, **known}, None
+    began = time.perf_counter()
+    frozen.build(path, compute, len(pairs), size, log)
+    return {"on": True, "why": "", **known, "build_s": round(time.perf_counter() - began, 3)}, path
 
 
 @outside_step
@@ -77,5 +138,7 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
             verdict, spent_s = said["verdict"], round(time.perf_counter() - began, 3)
             events.write("gate", step, against=against, duration_s=spent_s, **said)
         gates.note(folder, setup.stage, verdict)
+        if stages.following(config, setup.stage) not in stages.TEACHERS:  # a student calls the same frozen model
+            shutil.rmtree(folder / runfolder.STAGES / FORECASTS, ignore_errors=True)
     parallel.barrier(ranks)
     return gates.answering(folder)
