@@ -102,6 +102,8 @@ class MixingConfig(Section):
 class DataConfig(Section):
     """Where the fields come from and where they live during training."""
 
+    workload: str = "upsnb.training.fields:Fields"  # what is trained: module:Class or file.py:Class (docs/extending.md)
+    workload_settings: dict[str, Any] = {}  # of a workload that is not fields, which brings its own datasets
     root: PathText = "data"  # folder of the PDEBench files; relative to the project
     datasets: dict[DatasetName, DatasetConfig] = {
         "advection": DatasetConfig(

@@ -25,7 +25,7 @@ FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator"
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
 # mappings with names as keys
 NAMED = (
-    *("data.datasets", "data.mixing.from_epoch", "model.settings"),
+    *("data.datasets", "data.mixing.from_epoch", "data.workload_settings", "model.settings"),
     *("training.loss_warmup_steps", "training.loss_frequency"),
 )
 

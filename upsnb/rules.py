@@ -71,7 +71,12 @@ def contradictions(config) -> list[Problem]:
         if not holds:
             problems.append(Problem(setting, found, remedy))
 
-    require(bool(datasets), "data.datasets", "is empty", "name at least one dataset")
+    fields = config.data.workload == type(config.data)().workload
+    require(bool(datasets) or not fields, "data.datasets", "is empty", "name at least one dataset")
+    remedy = "set data.datasets to {}, and describe them in data.workload_settings"
+    require(not datasets or fields, "data.datasets", "are fields, and data.workload brings its own", remedy)
+    for name in () if fields else (name for name in stages if name != "operator"):
+        require(False, f"stages.{name}.epochs", "is a stage of fields, and data.workload has one alone", "set it to 0")
     for path, width in (
         ("operator.pdet.input_dim", pdet.input_dim),
         ("diffusion.latent_dim", config.diffusion.latent_dim),

@@ -11,7 +11,8 @@ import torch
 
 from upsnb import hardware
 from upsnb.data import batches, datasets, symmetries
-from upsnb.data.batches import Batch, Loader, Schedule
+from upsnb.data.batch import Batch
+from upsnb.data.batches import Loader, Schedule
 from upsnb.data.datasets import generated_path, open_dataset
 from upsnb.data.families import FAMILIES
 from upsnb.errors import DataError

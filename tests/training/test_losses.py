@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from upsnb.config import QuerySamplingConfig, TrainingConfig
-from upsnb.data.batches import Batch
+from upsnb.data.batch import Batch
 from upsnb.models.geometry import grid_points
 from upsnb.rules import LOSS_TERMS
 from upsnb.solvers.darcy import draw_permeability, solve_darcy

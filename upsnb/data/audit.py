@@ -102,9 +102,12 @@ def judging(result: Mapping) -> Mapping:
 
 
 def headline(result: Mapping) -> float | None:
-    """The error that judges: nRMSE rolled out to the end of the trajectory, or of one call where there is no time."""
+    """The error that judges: nRMSE rolled out to the end of the trajectory, or of one call where there is no time.
+
+    Of another workload, whatever its metric is.
+    """
     numbers = judging(result)
-    return numbers.get("rollout_nrmse_mean", numbers.get("nrmse_mean"))
+    return numbers.get("rollout_nrmse_mean", numbers.get("nrmse_mean", numbers.get("error")))
 
 
 def linear_dimensions(states: np.ndarray, most: int = 512) -> int:

@@ -8,55 +8,20 @@ frames, output frames) of one sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from upsnb import hardware
 from upsnb.config import OPERATOR, RunConfig
-from upsnb.data import symmetries
+from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.data.datasets import Dataset
 from upsnb.errors import DataError
 from upsnb.spans import COPY, span
 
 LEAST_SHARE = 0.25  # by loss: of an equal share, which no dataset gets less than, so that none is forgotten
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """This rank's share of one global microbatch: pairs of a single dataset."""
-
-    dataset: str
-    pairs: np.ndarray  # (B, 2) int64: sample, first frame
-    draws: np.ndarray  # (B, 2) float64 in [0, 1), each pair's own: which symmetric image of it is shown
-    seed: int  # of this microbatch's query points, the same on all ranks
-    turn: int  # microbatches of this dataset before it: which losses are due
-
-
-@dataclass
-class Batch:
-    """Tensors of one microbatch, physical units."""
-
-    dataset: str
-    inputs: Tensor  # (B, T_in, C_in, *grid) float32
-    targets: Tensor  # (B, calls * T_out, C_out, *grid) float32
-    parameters: Tensor  # (B, P) float32
-    seed: int
-    turn: int = 0
-    pairs: np.ndarray | None = None  # (B, 2) of its Microbatch, where they are shown as they are
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same with every tensor changed."""
-        fields = {key: change(getattr(self, key)) for key in ("inputs", "targets", "parameters")}
-        return replace(self, **fields)
-
-    def pin_memory(self) -> Batch:
-        """In page-locked memory, from which copies to a device need not be waited for; the DataLoader calls it."""
-        return self.map(Tensor.pin_memory)
 
 
 class Schedule:
@@ -165,62 +130,25 @@ def _apportioned(shares: np.ndarray, total: int) -> np.ndarray:
     return counts
 
 
-def _augmented(dataset: Dataset, microbatch: Microbatch, inputs: Tensor, targets: Tensor, parameters: Tensor) -> Batch:
-    if dataset.augment:
-        inputs, targets = symmetries.images(dataset.family, inputs, targets, microbatch.draws)
-    pairs = None if dataset.augment else microbatch.pairs
-    return Batch(dataset.name, inputs, targets, parameters, microbatch.seed, microbatch.turn, pairs)
-
-
 class PairReader(torch.utils.data.Dataset):
-    """Reads and augments microbatches from HDF5; runs in loader processes, hands out CPU tensors only."""
+    """Reads microbatches from files; runs in loader processes, hands out CPU tensors only."""
 
     def __init__(self, datasets: dict[str, Dataset], calls: int):
         self.datasets, self.calls = datasets, calls
 
-    def __getitem__(self, microbatch: Microbatch) -> Batch:
-        dataset = self.datasets[microbatch.dataset]
-        spec, source = dataset.spec, dataset.source
-        samples = microbatch.pairs[:, 0]
-        if not spec.time_dependent:
-            inputs, targets = (torch.from_numpy(part) for part in source.read(samples))
-        else:
-            length = spec.input_frames + self.calls * spec.output_frames
-            windows = [
-                source.read(sample, dataset.frames[first : first + length])[0] for sample, first in microbatch.pairs
-            ]
-            frames = torch.from_numpy(np.concatenate(windows))
-            inputs = frames[:, : spec.input_frames]
-            targets = frames[:, spec.input_frames :, : spec.output_channels].contiguous()
-        parameters = torch.from_numpy(source.parameters[samples])
-        return _augmented(dataset, microbatch, inputs.contiguous(), targets, parameters)
+    def __getitem__(self, microbatch: Microbatch) -> TensorBatch:
+        return self.datasets[microbatch.dataset].read(microbatch, self.calls)
 
 
 class ResidentPairs:
     """All samples of the datasets on the device; a microbatch is one gather."""
 
     def __init__(self, datasets: dict[str, Dataset], calls: int, device: torch.device):
-        self.datasets, self.calls, self.device = datasets, calls, device
-        self.fields = {}
-        for name, dataset in datasets.items():
-            inputs, targets = dataset.source.read_all()
-            inputs = torch.from_numpy(inputs[:, dataset.frames]).to(device)
-            shared = dataset.family.time_dependent
-            targets = inputs if shared else torch.from_numpy(targets[:, dataset.frames]).to(device)
-            self.fields[name] = (inputs, targets, torch.from_numpy(dataset.source.parameters).to(device))
+        self.datasets, self.calls = datasets, calls
+        self.fields = {name: dataset.resident(device) for name, dataset in datasets.items()}
 
-    def __getitem__(self, microbatch: Microbatch) -> Batch:
-        dataset = self.datasets[microbatch.dataset]
-        spec, (inputs, targets, parameters) = dataset.spec, self.fields[microbatch.dataset]
-        pairs = torch.from_numpy(microbatch.pairs).to(self.device, non_blocking=True)
-        samples = pairs[:, 0]
-        if not spec.time_dependent:
-            return _augmented(dataset, microbatch, inputs[samples], targets[samples], parameters[samples])
-        length = spec.input_frames + self.calls * spec.output_frames
-        times = pairs[:, 1:] + torch.arange(length, device=self.device)
-        frames = inputs[samples[:, None], times]
-        targets = frames[:, spec.input_frames :, : spec.output_channels]
-        return _augmented(dataset, microbatch, frames[:, : spec.input_frames], targets, parameters[samples])
+    def __getitem__(self, microbatch: Microbatch) -> TensorBatch:
+        return self.datasets[microbatch.dataset].read(microbatch, self.calls, self.fields[microbatch.dataset])
 
 
 def residency(datasets: dict[str, Dataset], config: RunConfig) -> str:
@@ -265,7 +193,7 @@ class Loader:
         self._coming: list[Microbatch] = []  # what the loader processes are to read next
         self._workers = None if resident else self._start_workers()
 
-    def epoch(self, epoch: int, start: int = 0, losses: Mapping[str, float] | None = None) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0, losses: Mapping[str, float] | None = None) -> Iterator[TensorBatch]:
         """Batches from position `start` of an epoch; resuming there repeats and skips nothing.
 
         Args:
@@ -279,7 +207,7 @@ class Loader:
         self._coming[:] = microbatches
         yield from self._workers if self.device.type != "cuda" else self._copied(self._workers)
 
-    def peek(self) -> list[Batch]:
+    def peek(self) -> list[TensorBatch]:
         """One microbatch of each dataset, read here and now; an epoch that is under way does not notice."""
         reader = self.reader or PairReader(self.datasets, self.calls)
         first = self.schedule.microbatches(list(self.datasets), epoch=0)
@@ -302,7 +230,7 @@ class Loader:
             generator=torch.Generator(),  # else it draws from the state that drop-path uses, and resuming differs
         )
 
-    def _copied(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _copied(self, batches: Iterable[TensorBatch]) -> Iterator[TensorBatch]:
         """Batches on the GPU; while one is computed with, the next one is copied, in a stream of its own."""
         stream, before = torch.cuda.Stream(self.device), None
         for batch in batches:
@@ -316,10 +244,10 @@ class Loader:
             yield _arrived(*before)
 
 
-def _arrived(batch: Batch, done: torch.cuda.Event) -> Batch:
+def _arrived(batch: TensorBatch, done: torch.cuda.Event) -> TensorBatch:
     """A batch that the stream of the step may use, because it waits for its copy; memory is kept until that is done."""
-    current = torch.cuda.current_stream(batch.inputs.device)
+    current = torch.cuda.current_stream(batch.device)
     current.wait_event(done)
-    for x in (batch.inputs, batch.targets, batch.parameters):
+    for x in batch.tensors().values():
         x.record_stream(current)
     return batch

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,12 @@ from upsnb.data.layouts import Family
 from upsnb.data.source import Source, initial_states, nearest_states, open_source, split_samples, thinned
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import DataError
+
+if TYPE_CHECKING:  # figures of datasets are drawn without torch
+    import torch
+    from torch import Tensor
+
+    from upsnb.data.batch import Batch, Microbatch
 
 Progress = Callable[[str], None]
 PROGRESS_S = 5.0  # between two reports of how much is generated
@@ -88,6 +95,59 @@ class Dataset:
         starts = np.arange(len(self.frames) - length + 1)
         samples, first = np.meshgrid(self.splits[split], starts, indexing="ij")
         return np.stack((samples.ravel(), first.ravel()), axis=1)
+
+    @property
+    def about(self) -> dict:
+        """What the start event says of it."""
+        return {"files": [file.name for file in self.source.files], "grid": list(self.source.grid_shape)}
+
+    def resident(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Inputs (N, T, C_in, *grid), targets and parameters of all samples on a device, physical units."""
+        import torch
+
+        inputs, targets = self.source.read_all()
+        inputs = torch.from_numpy(inputs[:, self.frames]).to(device)
+        shared = self.family.time_dependent
+        targets = inputs if shared else torch.from_numpy(targets[:, self.frames]).to(device)
+        return inputs, targets, torch.from_numpy(self.source.parameters).to(device)
+
+    def read(self, microbatch: Microbatch, calls: int, resident: tuple[Tensor, ...] | None = None) -> Batch:
+        """A microbatch, augmented.
+
+        Args:
+            resident: gathered from there; None: read from the files into CPU tensors.
+        """
+        import torch
+
+        from upsnb.data import symmetries
+        from upsnb.data.batch import Batch
+
+        spec, samples = self.spec, microbatch.pairs[:, 0]
+        length = spec.input_frames + calls * spec.output_frames
+        if resident is not None:
+            inputs, targets, parameters = resident
+            pairs = torch.from_numpy(microbatch.pairs).to(inputs.device, non_blocking=True)
+            samples, parameters = pairs[:, 0], parameters[pairs[:, 0]]
+            if spec.time_dependent:
+                frames = inputs[samples[:, None], pairs[:, 1:] + torch.arange(length, device=inputs.device)]
+            else:
+                inputs, targets = inputs[samples], targets[samples]
+        else:
+            parameters = torch.from_numpy(self.source.parameters[samples])
+            if spec.time_dependent:
+                windows = [self.source.read(n, self.frames[first : first + length])[0] for n, first in microbatch.pairs]
+                frames = torch.from_numpy(np.concatenate(windows))
+            else:
+                inputs, targets = (torch.from_numpy(part) for part in self.source.read(samples))
+        if spec.time_dependent:
+            inputs = frames[:, : spec.input_frames]
+            targets = frames[:, spec.input_frames :, : spec.output_channels]
+        if resident is None:  # one block each on its way to a device
+            inputs, targets = inputs.contiguous(), targets.contiguous()
+        if self.augment:
+            inputs, targets = symmetries.images(self.family, inputs, targets, microbatch.draws)
+        shown = None if self.augment else microbatch.pairs
+        return Batch(self.name, inputs, targets, parameters, microbatch.seed, microbatch.turn, shown)
 
 
 def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:

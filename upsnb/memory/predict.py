@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from upsnb import hardware, overlays, spans
 from upsnb.config import RunConfig
-from upsnb.data.batches import Batch, residency
-from upsnb.data.datasets import outlines
+from upsnb.data.batch import TensorBatch
+from upsnb.data.batches import residency
 from upsnb.memory.ledger import BACKWARD, OPTIMIZER, Account, Ledger
 from upsnb.runs import runfolder
-from upsnb.training import optimizers, stages
+from upsnb.training import optimizers, stages, workload
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, build_optimizers
 
@@ -53,7 +53,7 @@ class Footprint:
 
 
 class Rehearsal:
-    """A rank's model, losses and optimizers as a run builds them, and steps on fields of zeros.
+    """A rank's model, losses and optimizers as a run builds them, and steps on batches of zeros.
 
     Under fake tensors or on real ones alike, in the stage with most forward passes. One small step comes first, because
     it creates the optimizers' state.
@@ -61,7 +61,8 @@ class Rehearsal:
 
     def __init__(self, config: RunConfig, root: Path, device: torch.device):
         self.config, self.device = config, device
-        self.outlines = outlines(config, root)
+        self.workload = workload.of(config)
+        self.outlines = self.workload.outlines(root)
         training, stage = config.training, max(reversed(config.stages.planned), key=config.passes)
         self.calls = config.calls(stage)
         with device:  # fake tensors cannot be moved in place
@@ -91,7 +92,7 @@ class Rehearsal:
         self._ledger: Ledger | None = None  # of the steps being taken
         self._step([self._batch(name, 1) for name in self.outlines])
 
-    def _step(self, batches: list[Batch]) -> None:
+    def _step(self, batches: list[TensorBatch]) -> None:
         with warnings.catch_warnings():
             # QK norm in bfloat16: torch says that no fused kernel takes its float32 weights; it takes another one
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
@@ -102,12 +103,9 @@ class Rehearsal:
         if name in MARKS:
             self._ledger.mark(MARKS[name])
 
-    def _batch(self, name: str, size: int, turn: int = 0) -> Batch:
-        spec = self.outlines[name].spec
-        inputs = (size, spec.input_frames, spec.input_channels, *spec.grid_shape)
-        targets = (size, self.calls * spec.output_frames, spec.output_channels, *spec.grid_shape)
-        fields = [torch.zeros(shape, device=self.device) for shape in (inputs, targets, (size, spec.num_parameters))]
-        return Batch(name, *fields, seed=0, turn=turn)
+    def _batch(self, name: str, size: int, turn: int = 0) -> TensorBatch:
+        batch = self.workload.zeros(name, self.outlines[name].spec, size, self.device, self.calls)
+        return replace(batch, turn=turn)
 
     def steps(self, batch_size: int) -> None:
         """As many optimizer steps as show every dataset, and every loss with gradients of earlier microbatches there.
@@ -126,8 +124,7 @@ class Rehearsal:
             batches = [self._batch(names[place], batch_size, turn) for turn, place in places]
             if self._ledger is not None:
                 for batch in batches:
-                    fields = (batch.inputs, batch.targets, batch.parameters)
-                    self._ledger.adopt(fields, "data", f"batches.{batch.dataset}")
+                    self._ledger.adopt(batch.tensors().values(), "data", f"batches.{batch.dataset}")
             self._step(batches[:computed])
 
     def account(self, batch_size: int, offloaded: bool = False) -> Account:

@@ -7,12 +7,13 @@ therefore to execute what its model's file said: load runs that you trust.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import linecache
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def find(config: RunConfig) -> Callable[[RunConfig, dict[str, DatasetSpec]], Sur
     return _checked(config, getattr(module, name))
 
 
+@contextlib.contextmanager
+def seeded(config: RunConfig) -> Iterator[None]:
+    """Inside, weights are drawn by training.seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.training.seed)  # torch.manual_seed would reseed CUDA's as well
+        yield
+
+
 def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> Surrogate:
     """The untrained model of a config; the same weights on every rank and in every process, by training.seed.
 
@@ -73,8 +82,7 @@ def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> Surrogate:
     if found := hardware.unbuildable(config):
         raise ConfigError(found, "the model")
     made = find(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.training.seed)  # torch.manual_seed would reseed CUDA's as well
+    with seeded(config):
         model = Wrapped(specs, made, config.model) if inspect.isclass(made) else made(config, specs)
     if not isinstance(model, Surrogate):
         remedy = "return a Surrogate, or name the nn.Module class itself"

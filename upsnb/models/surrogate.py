@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from upsnb.config import PdetConfig, RunConfig, setting
+from upsnb.config import PdetConfig
 from upsnb.data.spec import DatasetSpec
-from upsnb.errors import Problem
+from upsnb.models.network import Network
 
 STATISTICS = ("input_mean", "input_std", "output_mean", "output_std", "parameter_mean", "parameter_std")
 
 
-class Surrogate(nn.Module, ABC):
+class Surrogate(Network):
     """Fields in physical units in, fields in physical units out, for each dataset it was built for.
 
     Statistics come with the specs and not with the weights, so `state_dict` holds trained tensors only. Subclasses
     write `predict`; what else they may write says so. The rest is final.
     """
 
-    any_points = False  # whether `predict` can be asked for other points than those of the grid
     draws = 0  # how many random numbers a call on the training grid may be given after its parameters
 
     def __init__(self, specs: dict[str, DatasetSpec]):
-        super().__init__()
-        self.specs, self.called = specs, type(self).__name__
+        super().__init__(specs)
         for name, spec in specs.items():
             for key in STATISTICS:
                 self._constant(f"{name}_{key}", torch.tensor(getattr(spec, key)))
@@ -82,27 +80,6 @@ class Surrogate(nn.Module, ABC):
         if all(size >= least for size, least in zip(grid, smallest, strict=True)):
             return ""
         return f"this model needs at least {' x '.join(map(str, smallest))} points"
-
-    def blocks(self) -> list[nn.Module]:
-        """Repeated modules, each called as a whole: recomputed, sharded one by one, matrices given to Muon.
-
-        May be written; where there are none, phases that need them are refused.
-        """
-        return []
-
-    def matrices(self) -> list[Tensor]:
-        """Hidden matrices, which Muon is for. May be written; those of the blocks, complex ones excepted."""
-        named = {parameter: name for name, parameter in self.named_parameters()}
-        inside = dict.fromkeys(parameter for block in self.blocks() for parameter in block.parameters())
-        return [p for p in inside if p.ndim == 2 and not p.is_complex() and named[p].endswith(".weight")]
-
-    def parts(self) -> dict[str, list[nn.Module]]:
-        """By dataset, modules that no other one uses, each called as a whole. May be written; none: all is shared."""
-        return {}
-
-    def compiled(self) -> list[nn.Module]:
-        """Modules that are compiled one by one where they are sharded, each called as a whole. May be written."""
-        return self.blocks()
 
     def num_draws(self, name: str, grid: tuple[int, ...]) -> int:
         """How many random numbers a call on a grid may be given. May be written, where that depends on it."""
@@ -226,71 +203,6 @@ class Surrogate(nn.Module, ABC):
         if given.shape[2]:
             y = torch.cat((y, given.expand(-1, y.shape[1], *given.shape[2:])), dim=2)
         return torch.cat((x, y), dim=1)[:, -self.specs[name].input_frames :]
-
-    # -- how it is trained --------------------------------------------------------------------------------------------
-
-    def units(self) -> list[nn.Module]:
-        """Modules that are sharded one by one, inner before outer: blocks, what holds them, parts of datasets."""
-        blocks = self.blocks()
-        own = [part for parts in self.parts().values() for part in parts if part not in blocks]
-        taken = {parameter for module in (*blocks, *own) for parameter in module.parameters()}
-        outer = [
-            child
-            for child in self.children()
-            if not isinstance(child, nn.ModuleDict | nn.ModuleList) and set(child.parameters()) - taken
-        ]
-        return [*blocks, *outer, *own]
-
-    def lacks(self, config: RunConfig) -> list[Problem]:
-        """What a config asks for that there is nothing of in this model."""
-        pdet, training, blocks, found = config.operator.pdet, config.training, self.blocks(), []
-
-        def has_no(asked: bool, path: str, what: str, remedy: str) -> None:
-            if asked:
-                found.append(Problem(path, f"{self.called} {what}", remedy))
-
-        off, sampling = "set it to false", training.query_sampling
-        unnamed = training.compile and training.use_fsdp2 and not self.compiled()
-        has_no(unnamed, "training.compile", "names no blocks() to compile and is sharded", off)
-        recompute = pdet.use_activation_checkpoint and not blocks
-        has_no(recompute, "operator.pdet.use_activation_checkpoint", "names no blocks() to recompute", off)
-        in_parts = pdet.checkpoint_parts != "all" and not all(hasattr(block, "recompute") for block in blocks)
-        has_no(in_parts, "operator.pdet.checkpoint_parts", "has blocks that are recomputed as a whole", "set it to all")
-        attends = pdet.attention == "sdpa" or any(hasattr(block, "attention") for block in blocks)
-        has_no(not attends, "operator.pdet.attention", "has no attention to choose a kernel for", "set it to sdpa")
-        scattered = (sampling.num_queries or sampling.jitter) and not self.any_points
-        remedy = "empty num_queries, set jitter to 0"
-        has_no(bool(scattered), "training.query_sampling", "predicts on its grid only", remedy)
-        walls = training.lambda_boundary > 0 and not self.any_points
-        has_no(walls, "training.lambda_boundary", "cannot be asked beyond its grid", "set it to 0")
-        half = training.amp and training.amp_dtype != "float32" and self._is_complex()
-        has_no(half, "training.amp", "has complex weights, which have no half precision", off)
-        return found
-
-    def forbids(self, config: RunConfig) -> list[Problem]:
-        """What a config asks for that would go wrong with the weights and norms of this model."""
-        training, found, off = config.training, [], "set it to false"
-        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in self.parameters()}
-        if training.use_fsdp2 and len(dtypes) > 1 and not self._is_complex():
-            why = f"weights of {self.called} are {' and '.join(sorted(dtypes))}, and FSDP2 shards those of one type"
-            found.append(Problem("training.use_fsdp2", why, off))
-        if self._is_complex():
-            where = "optimizer.fused", "training.cpu_offload_optimizer", "training.use_fsdp2"
-            for path in (path for path in where if setting(config, path)):
-                found.append(Problem(path, f"{self.called} has complex weights, and it takes real ones", off))
-        moving = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-        inside = (module for block in self.blocks() for module in block.modules())
-        if config.operator.pdet.use_activation_checkpoint and any(
-            isinstance(module, moving) and module.track_running_stats for module in inside
-        ):
-            why = f"blocks of {self.called} hold running averages, which recomputing moves twice a step"
-            found.append(
-                Problem("operator.pdet.use_activation_checkpoint", why, "use nn.GroupNorm, or set it to false")
-            )
-        return found
-
-    def _is_complex(self) -> bool:
-        return any(parameter.is_complex() for parameter in self.parameters())
 
 
 def set_checkpointing(blocks: Iterable[nn.Module], config: PdetConfig) -> None:

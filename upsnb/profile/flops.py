@@ -22,10 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from upsnb import overlays
 from upsnb.config import OPERATOR, RunConfig
-from upsnb.data.batches import Batch
 from upsnb.data.datasets import Dataset
 from upsnb.models.surrogate import set_attention
-from upsnb.training import stages
+from upsnb.training import stages, workload
 from upsnb.training.losses import turn
 from upsnb.training.precision import amp_dtype
 from upsnb.training.timing import elapsed_ms, mark
@@ -65,18 +64,14 @@ def _per_microbatch(
 ) -> dict[str, float]:
     """Counted on fake tensors: in a second, on any machine, without memory or the model that trains."""
     plain, counts, (stage, progress) = overlays.apply(config, PLAIN), {}, where
-    training, calls = plain.training, plain.calls(stage)
+    training, calls, zeros = plain.training, plain.calls(stage), workload.of(plain).zeros
     with FakeTensorMode():
         loss = stages.build(plain, datasets, stage)
         loss.progress = progress
         set_attention(loss.model.blocks(), attention)
         loss.generator = torch.Generator()
         for name, dataset in datasets.items():
-            spec, found = dataset.spec, {}
-            inputs = (training.batch_size, spec.input_frames, spec.input_channels, *spec.grid_shape)
-            targets = (training.batch_size, calls * spec.output_frames, spec.output_channels, *spec.grid_shape)
-            shapes = (inputs, targets, (training.batch_size, spec.num_parameters))
-            batch = Batch(name, *(torch.zeros(shape) for shape in shapes), seed=0)
+            batch, found = zeros(name, dataset.spec, training.batch_size, calls=calls), {}
             chosen = [loss.weights(ESTABLISHED, number) for number in range(turn(training))]
             for weights in chosen:
                 if tuple(weights) not in found:

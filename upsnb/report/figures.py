@@ -69,6 +69,12 @@ class RunFigures:
         return cls(run.folder, run.config, events, split, results)
 
     @property
+    def said(self) -> dict:
+        """The latest start event: of what the run is, and in which units."""
+        started = [event for event in self.events if event["kind"] == "start"]
+        return {"unit": "samples", "metric": "nRMSE"} | (started[-1] if started else {})
+
+    @property
     def rolled_out(self) -> list[str]:
         """Datasets that have a time to roll out over."""
         return [name for name, result in self.results.items() if result["per_time"]]
@@ -164,8 +170,8 @@ class RunFigures:
         title = f"Training loss, from the first tenth of the steps to the last: {told}"
         if checks:
             told = ", ".join(f"{name} {values[-1]:.2g}" for name, (_, values) in validation.items())
-            title += f"; validation nRMSE after step {next(reversed(checks)):,}: {told}"
-        return plots.loss_terms(list(steps), curves, validation=validation, title=title)
+            title += f"; validation {self.said['metric']} after step {next(reversed(checks)):,}: {told}"
+        return plots.loss_terms(list(steps), curves, validation=validation, metric=self.said["metric"], title=title)
 
     @once
     def throughput(self) -> Figure:
@@ -173,12 +179,13 @@ class RunFigures:
         windows, steps = steady_windows(self.events), list(latest(self.events, "step").values())
         speed = median_with_interval([rate for _, _, rate in windows])
         time_s, rates, steady = ([step[key] for step in steps] for key in ("time_s", "samples_per_s", "steady"))
-        names, title = list(map(whose, steps)), "No window of steady steps: 0 samples/s can be claimed"
+        names, unit = list(map(whose, steps)), self.said["unit"]
+        title = f"No window of steady steps: 0 {unit}/s can be claimed"
         if windows:
             of = {name: [r for r, n, counts in zip(rates, names, steady) if counts and n == name] for name in names}
             told = ", ".join(f"{np.median(those):.3g} {name}" for name, those in of.items() if those)
             title = (
-                f"{speed['median']:.4g} samples/s while steady, the median of {len(windows)} windows of successive "
+                f"{speed['median']:.4g} {unit}/s while steady, the median of {len(windows)} windows of successive "
                 f"steps; of single steps: {told}"
             )
         ends = floats([speed["median"], *speed["ci95"]])
@@ -188,7 +195,7 @@ class RunFigures:
             for begin, end in turns_with(self.events)
         ]
         return plots.throughput(
-            time_s, rates, steady, names, windows, ends[0], tuple(ends[1:]), turns=turns, title=title
+            time_s, rates, steady, names, windows, ends[0], tuple(ends[1:]), turns=turns, unit=unit, title=title
         )
 
     @once
@@ -210,15 +217,9 @@ class RunFigures:
         drawings: dict[str, Callable[[], Figure]] = {}
         if any(event["kind"] == "step" for event in self.events):
             drawings |= {"loss": self.losses, "throughput": self.throughput}
-        for name in self.results:
-            drawings[f"prediction_{name}"] = partial(self.prediction, name)
-            if "spectrum" in self.results[name]:  # a run of before there was one has none
-                drawings[f"spectrum_{name}"] = partial(self.spectrum, name)
-            if name in self.rolled_out:
-                drawings[f"rollout_{name}"] = partial(self.rollout, name)
-        if self.results:
-            drawings["error_distribution"] = self.distribution
-        return drawings
+        from upsnb.training import workload  # loads torch, as nothing above does
+
+        return drawings | workload.of(self.config).figures(self)
 
     def _examples(self, name: str) -> dict[str, np.ndarray]:
         with np.load(self.folder / runfolder.EXAMPLES) as file:

@@ -329,16 +329,17 @@ def loss_terms(
     terms: Mapping[tuple[str, str], ArrayLike],
     *,
     validation: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+    metric: str = "nRMSE",
     title: str = "",
 ) -> Figure:
-    """Loss terms, raw values pale under their running median; below them validation nRMSE, if there is any.
+    """Loss terms, raw values pale under their running median; below them what validations measured, if there are any.
 
     A data set has one colour in both, a term its dashes; every validation is a point.
 
     Args:
         progress: (n,) steps.
         terms: (data set, term) -> (n,) values; NaN where a term was not computed at that step.
-        validation: data set -> (progress, nRMSE).
+        validation: data set -> (progress, metric).
     """
     figure = empty_figure(7.2, 4.6 if validation else 2.9, title)
     panels = figure.subplots(2 if validation else 1, 1, sharex=True, squeeze=False)[:, 0]
@@ -357,7 +358,7 @@ def loss_terms(
         where, values = validation[name]
         size = point_size(len(where))
         panels[1].plot(where, positive(values), **look[name], marker="o", markersize=size, label=f"{name}, validation")
-        panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
+        panels[1].set(yscale="log", ylabel=label(f"validation {metric}"))
     panels[-1].set_xlabel(label("optimizer step"))
     for ax in panels:
         legend(ax)
@@ -375,6 +376,7 @@ def throughput(
     ci95: tuple[float, float],
     *,
     turns: Sequence[tuple[float, float]] = (),
+    unit: str = "samples",
     title: str = "",
 ) -> Figure:
     """Samples per second of every step by data set, and the windows that the median is of; the rest is hollow.
@@ -407,13 +409,13 @@ def throughput(
         text = f"95 % interval {ci95[0]:.4g} to {ci95[1]:.4g}"
         ax.axhspan(*ci95, color=GREY, alpha=0.35, linewidth=0, label=text, zorder=1)
     if np.isfinite(median):  # no steady step yet: nothing to claim
-        ax.axhline(median, color=GREY, linewidth=1.0, label=f"median {median:.4g} samples/s", zorder=1)
+        ax.axhline(median, color=GREY, linewidth=1.0, label=f"median {median:.4g} {unit}/s", zorder=1)
         begin, end, rates = windows.T
         ax.plot(
             np.stack((begin, end, np.full_like(end, np.nan)), axis=1).ravel(), np.repeat(rates, 3), color=BLACK,
             linewidth=2, solid_capstyle="butt", label=f"windows of about {np.median(end - begin):.1g} s", zorder=3,
         )  # fmt: skip
-    ax.set(xlabel=label("training time", "s"), ylabel=label("throughput", "samples/s"))
+    ax.set(xlabel=label("training time", "s"), ylabel=label("throughput", f"{unit}/s"))
     ax.set_ylim(0, 1.08 * np.max(rate[np.isfinite(rate)], initial=0.0) or 1.0)
     legend(ax)
     return figure

@@ -61,6 +61,8 @@ def run_numbers(run: Run) -> dict:
         "device": start.get("device"),
         "num_ranks": start.get("num_ranks"),
         "parameters": start.get("parameters"),
+        "unit": start.get("unit", "samples"),
+        "metric": start.get("metric", "nRMSE"),
         "samples_per_s": steady_throughput(events),
         "time_to_first_step_s": _first(events, "first_step", "since_launch_s"),
         "train_time_s": end.get("train_time_s"),
@@ -204,7 +206,12 @@ def table(report: dict) -> pd.DataFrame:
     several channels, each has a row of its own below; where the split leaks, the samples that it does not leak have one
     above.
     """
-    rows = []
+    rows, metric = [], report.get("metric", "nRMSE")
+    if any("error" in values for _, _, values in _results(report)):  # of another workload, whose columns are its own
+        for name, split, values in _results(report):
+            known = {key: number(value) for key, value in values.items() if isinstance(value, int | float)}
+            rows.append({"dataset": name, "split": split, metric: known.pop("error", ""), **known})
+        return pd.DataFrame(rows, dtype=object).fillna("")
     for name, split, values in _results(report):
         if distinct := (values.get("leak") or {}).get("distinct"):
             rows.append(_row(f"{name}: {distinct['num_samples']} distinct samples", split, distinct))
@@ -238,9 +245,9 @@ def _row(name: str, split: str, values: dict) -> dict[str, str]:
 
 
 def gains(report: dict) -> dict[str, float]:
-    """How many times larger the nRMSE of a forecast without a model is, by dataset; NaN if unknown."""
+    """How many times larger the metric of a forecast without a model is, by dataset; NaN if unknown."""
     ratios = {
-        name: _ratio(values.get(_baseline(values)[1]), values.get("nrmse_mean"))
+        name: _ratio(values.get(_baseline(values)[1]), values.get(_own(values)))
         for name, _, values in _headlines(report)
     }
     return {name: float("nan") if ratio is None else ratio for name, ratio in ratios.items()}
@@ -251,7 +258,7 @@ def unmet(report: dict) -> list[str]:
     said = []
     for name, _, values in _headlines(report):
         for key, what in (("", "a forecast"), ("rollout_", "a rollout")):
-            without, own = values.get(f"{key}{_baseline(values)[1]}"), values.get(f"{key}nrmse_mean")
+            without, own = values.get(f"{key}{_baseline(values)[1]}"), values.get(f"{key}{_own(values)}")
             if without is not None and not (own is not None and own < without):
                 said.append(f"{name}: {what} without a model is as good")
     loss = report["loss"]
@@ -277,8 +284,15 @@ def _headlines(report: dict) -> list[tuple[str, str, dict]]:
     return [(name, split, audit.judging(values)) for name, split, values in _results(report)]
 
 
+def _own(values: dict) -> str:
+    """The key of the model's metric."""
+    return "error" if "error" in values else "nrmse_mean"
+
+
 def _baseline(values: dict) -> tuple[str, str]:
-    """What the forecast without a model is called, and the key of its nRMSE."""
+    """What the forecast without a model is called, and the key of its metric."""
+    if "error" in values:
+        return values.get("baseline", ""), "baseline_error"
     keys = (key for key in values if key.endswith("_nrmse_mean") and not key.startswith("rollout_"))
     key = next(keys, "")
     return values.get("baseline") or key.removesuffix("_nrmse_mean").replace("_", " "), key
@@ -302,12 +316,12 @@ def costs(report: dict) -> str:
     speed, skipped = report.get("samples_per_s") or {}, report.get("phases_skipped") or {}
     low, high = speed.get("ci95") or (None, None)
     memory = f" ({report['memory_kind']})" if report.get("memory_kind") else ""
-    overall = report.get("overall_samples_per_s")
+    overall, unit = report.get("overall_samples_per_s"), report.get("unit", "samples")
     lines = [
         f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
         f"{number(report.get('parameters'))} parameters, trained {number(report.get('train_time_s'))} s"
         + (f" for {number(report['steps'])} steps" if report.get("steps") else ""),
-        f"{number(speed.get('median'))} samples/s while steady (95 % interval {number(low)} to {number(high)})"
+        f"{number(speed.get('median'))} {unit}/s while steady (95 % interval {number(low)} to {number(high)})"
         + (f", {number(overall)} overall" if overall else ""),
         f"first step after {number(report.get('time_to_first_step_s'))} s, "
         f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",

@@ -49,6 +49,8 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
         "device": str,
         "parameters": Count,
         "samples_per_step": Count,
+        "unit": _or(str, "samples"),  # what throughput counts, under whatever key
+        "metric": _or(str, "nRMSE"),  # what validations measured
         "datasets": dict[str, TypedDict("StartDataset", {"pairs": Count})],
         "phases_on": NotRequired[list[str]],
         "total_steps": _or(Count | None, None),
@@ -75,7 +77,7 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
     "eval": {
         "epoch": Count,
         "time_s": Number,
-        "val_nrmse": Annotated[dict[str, Least0 | None], Field(min_length=1)],
+        "val_nrmse": Annotated[dict[str, Least0 | None], Field(min_length=1)],  # the metric, whatever it is
         "best": bool,
         "split": _or(str, "validation"),
     },

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upsnb.data.batches import Batch
+from upsnb.data.batch import Batch
 from upsnb.data.datasets import Dataset
 from upsnb.data.source import thinned
 from upsnb.models.diffusion import (

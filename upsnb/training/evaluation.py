@@ -22,13 +22,11 @@ from upsnb.data import audit, symmetries
 from upsnb.data.datasets import Dataset
 from upsnb.data.source import thinned
 from upsnb.models.surrogate import Surrogate
-from upsnb.runs import runfolder
-from upsnb.runs.events import without_nonfinite
 from upsnb.training import ensembles, metrics, parallel, precision, stages
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
+from upsnb.training.workload import write_results
 
-FORMAT = 1
 READ_AGAIN = 16  # samples of a split, evenly from all over it, by whose values it is known, and that are solved
 REFERENCES = ("lookup", "training_mean")  # forecasts without a model beside the baseline, in a last evaluation
 
@@ -312,11 +310,10 @@ def _quartiles(statistics: dict[str, Tensor]) -> list[list[float]]:
 def write(folder: Path, results: dict[str, dict], datasets: dict[str, Dataset], split: str, weights: str) -> None:
     """Write evaluation.json: the results of a split, and for each dataset what they stand on."""
     whole = {
-        name: {split: {**result, **floor(datasets[name], split), "protocol": protocol(datasets[name], split)}}
+        name: {**result, **floor(datasets[name], split), "protocol": protocol(datasets[name], split)}
         for name, result in results.items()
     }
-    summary = {"format": FORMAT, "split": split, "weights": weights, "datasets": whole}
-    runfolder.write_json(folder / runfolder.EVALUATION, without_nonfinite(summary))
+    write_results(folder, whole, split, weights)
 
 
 def protocol(dataset: Dataset, split: str) -> dict[str, str | int]:

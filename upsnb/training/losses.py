@@ -1,4 +1,4 @@
-"""Objectives: a surrogate and the loss terms it is trained by; what is replicated, sharded and differentiated.
+"""Objectives: a network and the loss terms it is trained by; what is replicated, sharded and differentiated.
 
 Every term reaches the parameters it is for (tests/test_losses.py measures each alone). Terms are dimensionless: errors
 relative to the target, or in units of the training split's standard deviation.
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from upsnb.config import StageConfig, TrainingConfig
-from upsnb.data.batches import Batch
+from upsnb.data.batch import Batch, TensorBatch
 from upsnb.data.datasets import Dataset
 from upsnb.models.geometry import grid_points, sample_at
+from upsnb.models.network import Network
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.ups import UPS
 from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, acts
@@ -111,10 +112,10 @@ def wall_points(grid_shape: tuple[int, ...], device) -> Tensor:
 
 
 class Objective(nn.Module, ABC):
-    """A surrogate with its loss: the weighted sum of the active terms of one microbatch.
+    """A network with its loss: the weighted sum of the active terms of one microbatch.
 
-    Subclasses write `terms`, and name in TERMS those of `rules.LOSS_TERMS` that they know. Autocast, weighting and sum
-    are final.
+    Subclasses write `terms`, and name in TERMS those that they know: of fields, from `rules.LOSS_TERMS`. Autocast,
+    weighting and sum are final.
     """
 
     TERMS: tuple[str, ...] = ()
@@ -123,7 +124,7 @@ class Objective(nn.Module, ABC):
     GRAPHS: tuple[str, ...] = ()
     stage = StageConfig()  # settings of the stage that is trained; kept up to date, like `config`
 
-    def __init__(self, model: Surrogate, config: TrainingConfig):
+    def __init__(self, model: Network, config: TrainingConfig):
         super().__init__()
         self.model, self.config = model, config
         self.generator: torch.Generator | None = None  # of input noise, each rank's own
@@ -138,7 +139,7 @@ class Objective(nn.Module, ABC):
         return active_terms(self.config, step, microbatch)
 
     @abstractmethod
-    def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
+    def terms(self, batch: TensorBatch, weights: dict[str, float]) -> dict[str, Tensor]:
         """The terms of `weights` that act on this microbatch, each a scalar of unit weight.
 
         Networks run in the autocast dtype that stands around the call; losses and FFTs are to be float32.
@@ -151,7 +152,7 @@ class Objective(nn.Module, ABC):
         """
 
     @abstractmethod
-    def idle(self, batch: Batch) -> Tensor:
+    def idle(self, batch: TensorBatch) -> Tensor:
         """Any scalar that the model computes, for microbatches that no term acts on."""
 
     def unreached(self, computed: set[tuple[str, str]]) -> list[nn.Module]:
@@ -165,16 +166,16 @@ class Objective(nn.Module, ABC):
             return [self.model]
         return [part for name, parts in self.model.parts().items() if name not in names for part in parts]
 
-    def forward(self, batch: Batch, weights: dict[str, float], amp_dtype: torch.dtype | None):
+    def forward(self, batch: TensorBatch, weights: dict[str, float], amp_dtype: torch.dtype | None):
         """
         Args:
-            batch: physical fields on the device.
+            batch: on the device, fields in physical units.
             weights: from `weights`.
             amp_dtype: autocast dtype of the networks, None for float32.
         Returns:
             total loss (scalar), {term: value} detached and unweighted.
         """
-        device = batch.inputs.device
+        device = batch.device
         with torch.autocast(device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
             terms = self.terms(batch, weights)
         weighted = [value if weights[term] == 1 else weights[term] * value for term, value in terms.items()]

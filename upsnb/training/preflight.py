@@ -17,13 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from upsnb import hardware, overlays, phases
 from upsnb.config import RunConfig
-from upsnb.data.batches import Batch
+from upsnb.data.batch import Batch
 from upsnb.data.datasets import outlines
 from upsnb.errors import ConfigError, DataError, Problem, UpsError
 from upsnb.hardware import Hardware
 from upsnb.models.surrogate import Surrogate, count_parameters
 from upsnb.phases import Phase, Verdict
-from upsnb.training import precision, stages
+from upsnb.training import precision, stages, workload
 from upsnb.training.losses import Objective
 
 ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
@@ -232,7 +232,7 @@ def foreseen(config: RunConfig, machine: Hardware) -> dict[str, Verdict]:
         ConfigError: the model cannot be built.
     """
     try:
-        shapes = outlines(config, overlays.project_root())
+        shapes = workload.of(config).outlines(overlays.project_root())
     except (DataError, OSError):
         return {}
     return verdicts(stages.build(config, shapes), config, machine)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
-from upsnb.data.batches import Batch, Loader
-from upsnb.data.datasets import Dataset, generate_missing, open_all
+from upsnb.data.batch import TensorBatch
+from upsnb.data.batches import Loader
+from upsnb.data.datasets import Dataset
 from upsnb.errors import ConfigError, RunError
 from upsnb.models import surrogate
-from upsnb.models.surrogate import Surrogate
+from upsnb.models.network import Network
 from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
@@ -28,6 +29,7 @@ from upsnb.training import checkpoint, compiling, gates, optimizers, packed, par
 from upsnb.training.losses import Objective, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
+from upsnb.training.workload import of as workload_of
 
 COMPILED = (  # prefixes of settings that compiled code depends on
     "training.compile",
@@ -45,9 +47,9 @@ COMPILED = (  # prefixes of settings that compiled code depends on
 def open_datasets(config: RunConfig, root: Path, ranks: Ranks, log: Callable[[str], None]) -> dict[str, Dataset]:
     """All datasets of a config; rank 0 generates what is missing while the others wait."""
     if ranks.rank == 0:
-        generate_missing(config, root, log)
+        workload_of(config).prepare(root, log)
     parallel.barrier(ranks)
-    return open_all(config, root, log if ranks.rank == 0 else lambda message: None)
+    return workload_of(config).open(root, log if ranks.rank == 0 else lambda message: None)
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Setup:
     ranks: Ranks
     datasets: dict[str, Dataset]
     loader: Loader
-    model: Surrogate
+    model: Network
     loss: nn.Module  # the stage's Objective, replicated or sharded where the config says so
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
@@ -211,7 +213,7 @@ class Setup:
         return optimizers.set_learning_rate(self.optimizers, factor * self.plateau.factor)
 
     @compiling.step
-    def step(self, batches: list[Batch], step: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def step(self, batches: list[TensorBatch], step: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """One optimizer step over its microbatches.
 
         Args:
@@ -245,7 +247,7 @@ class Setup:
             norm = self._update(training.grad_clip, loss)
         return loss, dict(zip(terms, values)), norm
 
-    def _forward_backward(self, batch: Batch, weights: dict, dtype, num_microbatches: int) -> tuple[Tensor, dict]:
+    def _forward_backward(self, batch: TensorBatch, weights: dict, dtype, num_microbatches: int) -> tuple[Tensor, dict]:
         with span(FORWARD):
             total, values = self.loss(batch, weights, dtype)
         if total.requires_grad:  # else no term acts on this microbatch
@@ -385,7 +387,7 @@ class Setup:
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.ranks.device)
 
 
-def build_optimizers(model: Surrogate, config: RunConfig, stage: str = stages.OPERATOR) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: Network, config: RunConfig, stage: str = stages.OPERATOR) -> list[torch.optim.Optimizer]:
     """Fresh optimizers of the stage."""
     offload = config.training.cpu_offload_optimizer
     return optimizers.build(model, stages.optimizer(config, stage), offload=offload)
@@ -414,9 +416,9 @@ def idle_settings(setup: Setup) -> list[str]:
     """What the config asks for and what changes nothing here, or costs more than it saves, a sentence each."""
     training, resident, said = setup.config.training, setup.loader.residency == "device", []
     queries = training.query_sampling
-    for name, dataset in setup.datasets.items():
-        points = math.prod(dataset.source.grid_shape)
-        if queries.num_queries and queries.num_queries >= points and queries.jitter == 0:
+    for name, dataset in setup.datasets.items() if queries.num_queries else ():
+        points = math.prod(dataset.spec.grid_shape)
+        if queries.num_queries >= points and queries.jitter == 0:
             said.append(
                 f"training.query_sampling.num_queries is {queries.num_queries} and {name} has {points} grid points "
                 "-> every point is compared, nothing is sampled"
@@ -453,7 +455,7 @@ def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ra
 
 def load_model(
     folder: Path | str, which: str = "latest", device: torch.device | str = "cpu", stage: str | None = None
-) -> Surrogate:
+) -> Network:
     """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
 
     Or of a folder that `report.pack` wrote, which holds one model.

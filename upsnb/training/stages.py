@@ -7,19 +7,21 @@ reports work on it unchanged. `datasets` may be Outlines, where only shapes matt
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from upsnb.config import OPERATOR, OptimizerConfig, RunConfig, StageConfig
 from upsnb.data.datasets import Dataset, Outline
-from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, Problem
 from upsnb.models import chosen
 from upsnb.models.diffusion import Distilled, Refined, ResidualDiffusion
-from upsnb.models.surrogate import Surrogate
+from upsnb.models.network import Network
+from upsnb.models.surrogate import Surrogate, set_attention, set_checkpointing
 from upsnb.models.ups import UPS
 from upsnb.rules import LOSS_TERMS
+from upsnb.training import workload
 from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective, RefineObjective
 from upsnb.training.losses import CrpsObjective, FieldObjective, Objective, UPSObjective
 
@@ -95,7 +97,11 @@ def build(
         before = build(config, datasets, begins_with(stage)).model
         if weights is not None:
             before.load_state_dict(weights)
-    objective = STAGES[stage](config, datasets, before)
+    with contextlib.nullcontext() if before else chosen.seeded(config):
+        objective = workload.of(config).objective(datasets, stage, before)
+    if before is None:
+        set_checkpointing(objective.model.blocks(), config.operator.pdet)
+        set_attention(objective.model.blocks(), config.operator.pdet.attention)
     objective.stage = settings(config, stage)
     check(objective, config)
     return objective
@@ -106,13 +112,14 @@ def begins_with(stage: str) -> str:
     return TEACHERS.get(stage, OPERATOR)
 
 
-def saved_model(config: RunConfig, specs: Mapping[str, dict], stage: str) -> Surrogate:
+def saved_model(config: RunConfig, specs: Mapping[str, dict], stage: str) -> Network:
     """The untrained model of a stage, for weights that were saved.
 
     Args:
-        specs: of its datasets, each a DatasetSpec as plain data.
+        specs: of its datasets, each as plain data.
     """
-    outlines = {name: Outline(DatasetSpec.from_plain(values), 0) for name, values in specs.items()}
+    spec_from = workload.of(config).spec_from
+    outlines = {name: Outline(spec_from(values), 0) for name, values in specs.items()}
     return build(config, outlines, stage).model
 
 
@@ -125,7 +132,8 @@ def check(objective: Objective, config: RunConfig) -> None:
     model, known = objective.model, ", ".join(objective.TERMS)
     problems = model.lacks(config) + model.forbids(config)
     for term in LOSS_TERMS:
-        if getattr(config.training, f"lambda_{term}") > 0 and term not in objective.TERMS:
+        asked, default = (getattr(one.training, f"lambda_{term}") for one in (config, RunConfig()))
+        if asked > 0 and asked != default and term not in objective.TERMS:
             problems.append(Problem(f"training.lambda_{term}", f"{model.called} knows {known} only", "set it to 0"))
     if problems:
         raise ConfigError(problems, f"the configuration for {config.model.build}")

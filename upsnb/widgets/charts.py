@@ -140,11 +140,11 @@ def strips(history: History, axis: str = "step", terms: bool = False) -> list[St
     with np.errstate(invalid="ignore"):
         rate = thin("samples")[2] / thin("seconds")[2]  # samples of a bucket over its seconds, not a mean of rates
     now, num_steady = history.rate(), history.num_comparable
-    text = f"<b>{short(now)}</b> samples/s" if math.isfinite(now) else STILL_COLD[history.end is None]
+    text = f"<b>{short(now)}</b> {escape(history.unit)}/s" if math.isfinite(now) else STILL_COLD[history.end is None]
     if num_steady < COMPARABLE and history.end is None:
         text += f", {num_steady} of {COMPARABLE} steady steps to measure a flip"
     curves = [Curve(thin("rate unsteady")[2], "var(--dim)", pale=True), Curve(rate, BLUE, "", low, high)]
-    drawn = [Strip("throughput", "samples/s", text, x, curves, height=132)]
+    drawn = [Strip("throughput", f"{history.unit}/s", text, x, curves, height=132)]
     if terms:
         curves = [Curve(thin(f"term {t}")[2], c, t, joined=True) for t, c in zip(history.terms, PALETTE * 2)]
     else:
@@ -178,7 +178,7 @@ def _validation_strip(history: History, axis: str) -> list[Strip]:
     values = {name: np.array([event["val_nrmse"].get(name) for event in told], float) for name in names}
     curves = [Curve(values[name], colour, name) for name, colour in zip(names, PALETTE * len(names))]
     now = ", ".join(f"<b>{short(values[name][-1])}</b>" for name in names)
-    return [Strip("validation nRMSE", "-", now, x, curves, log=True, height=84)]
+    return [Strip(f"validation {history.metric}", "-", now, x, curves, log=True, height=84)]
 
 
 def _device_strips(history: History, axis: str) -> list[Strip]:

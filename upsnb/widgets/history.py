@@ -290,6 +290,16 @@ class History:
         return float(self.steps["time_s"][-1]) if self.steps.num_rows else 0.0
 
     @property
+    def unit(self) -> str:
+        """What throughput counts."""
+        return self.start.get("unit", "samples")
+
+    @property
+    def metric(self) -> str:
+        """What validations measure."""
+        return self.start.get("metric", "nRMSE")
+
+    @property
     def cycle(self) -> int:
         """Steps in a turn of all datasets."""
         return max(len(self.start.get("datasets", ())), 1)
@@ -309,7 +319,7 @@ class History:
         return progress(self.start, self.step, self.time_s)
 
     def rate(self) -> float:
-        """Samples per second over the latest steady steps; NaN before there are some."""
+        """Samples, or other units, per second over the latest steady steps; NaN before there are some."""
         since = self.flips[-1].step if self.flips else -1
         recent = slice(-40 * self.cycle, None)
         chosen = self.steps["step"][recent] > since

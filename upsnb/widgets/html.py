@@ -104,7 +104,7 @@ def header(
     if history.evaluations:
         errors = ", ".join(f"{name} {error:.3g}" for name, error in history.evaluations[-1]["val_nrmse"].items()
                            if error is not None)  # fmt: skip
-        facts.append(f"validation nRMSE {escape(errors)}")
+        facts.append(f"validation {escape(history.metric)} {escape(errors)}")
     percent = 100 * share
     parts = [
         f'<div class="ups"><div class="ups-head"><h4>{escape(name)}</h4>'

@@ -51,7 +51,8 @@ class Progress:
             self._log(f"step {event['step']}: guard {event['guard']}, {event['action']}: {event['reason']}")
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
-            self._log(f"step {event['step']:,} | validation nRMSE: {errors}{', the best so far' * event['best']}")
+            metric = self._start.get("metric", "nRMSE")
+            self._log(f"step {event['step']:,} | validation {metric}: {errors}{', the best so far' * event['best']}")
         elif kind == "gate":
             self._log(f"step {event['step']:,} | {event['stage']}: {verdict(event)}")
         elif kind == "flip":
@@ -81,7 +82,7 @@ class Progress:
             f"step {last['step']:,}",
             f"epoch {last['epoch'] + 1}",
             f"loss {self._losses()}",
-            f"{_number(samples / sum(step_s))} samples/s",
+            f"{_number(samples / sum(step_s))} {self._start.get('unit', 'samples')}/s",
             duration(last["time_s"]) + (f", {duration(left_s)} left" if left_s < math.inf else ""),
         )
         self._log(" | ".join(parts))
@@ -140,7 +141,7 @@ def _greeting(start: dict) -> str:
     stage = start.get("stage") or OPERATOR
     return f"{stage}: " * (stage != OPERATOR) + (
         f"{start['parameters']:,} parameters on {start['num_ranks']} x {start['device']}, "
-        f"{start['samples_per_step']} samples a step; training pairs: {pairs}"
+        f"{start['samples_per_step']} {start.get('unit', 'samples')} a step; training pairs: {pairs}"
     )
 
 

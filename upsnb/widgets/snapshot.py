@@ -26,7 +26,7 @@ def figure(history: History, title: str = "", axis: str = "step") -> Figure:
     share, _ = history.progress()
     rate = history.rate()
     facts = [title, f"step {history.step:,}", f"{duration(history.time_s)} of training"]
-    facts += [f"{rate:,.3g} samples/s"] if math.isfinite(rate) else []
+    facts += [f"{rate:,.3g} {history.unit}/s"] if math.isfinite(rate) else []
     facts += [f"ended by {history.end['reason']}"] if history.end else [f"{100 * share:.0f} % done"]
     named = history.flips[-MOST_NAMED:]
     heights = [strip.height / 60 for strip in drawn] or [1.0]

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from upsnb.config import RunConfig, setting
-from upsnb.data.batches import Batch
+from upsnb.data.batch import Batch
 from upsnb.errors import ConfigError, OutOfMemory, RunError
 from upsnb.phases import BY_NAME, is_on, off_overlay
 from upsnb.runs import recovery, runfolder

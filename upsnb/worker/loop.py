@@ -28,6 +28,7 @@ from upsnb.training.compiling import CompileClock, CompileCounter
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, idle_settings
 from upsnb.training.timing import StepClock
+from upsnb.training.workload import of as workload_of
 from upsnb.worker import staging
 from upsnb.worker.flips import CHANGED, RELAUNCH, Flips
 from upsnb.worker.guards import Guards
@@ -125,6 +126,7 @@ class Loop:
         # as if nothing were changed on the way
         self.total_steps = self.position.stage_from_step + self.stage.epochs * steps_per_epoch
         self.samples_per_step = training.batch_size * training.accum_steps * self.ranks.world_size
+        self.samples_per_step *= workload_of(self.config).units_per_pair()
 
     # -- start ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +151,7 @@ class Loop:
         self._report_progress(f"resumed at step {self.position.step}")
 
     def _announce(self) -> None:
-        setup, datasets = self.setup, self.setup.datasets
+        setup, datasets, about = self.setup, self.setup.datasets, workload_of(self.config)
         if self.ranks.rank != 0:
             return
         environment = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
@@ -169,6 +171,8 @@ class Loop:
             stage_from_s=self.position.stage_from_s,
             time_limit_s=self.config.limit_s(setup.stage),
             samples_per_step=self.samples_per_step,
+            unit=about.unit,
+            metric=about.metric,
             residency=setup.loader.residency,
             num_threads=torch.get_num_threads(),
             build_s=setup.build_s,
@@ -176,10 +180,9 @@ class Loop:
             nccl_environment=environment,
             datasets={
                 name: {
-                    "files": [file.name for file in dataset.source.files],
+                    **dataset.about,
                     "samples": {split: len(rows) for split, rows in dataset.splits.items()},
                     "pairs": len(setup.loader.schedule.pairs[name]),
-                    "grid": list(dataset.source.grid_shape),
                 }
                 for name, dataset in datasets.items()
             },
@@ -412,19 +415,13 @@ class Loop:
         Args:
             stage: whose model, if not the one in training; of those that have ended.
         """
-        setup, settings, ranked = self.setup, self.config.evaluation, examples == runfolder.EXAMPLES
+        setup, ranked = self.setup, examples == runfolder.EXAMPLES
         # Eager: other batch sizes would compile anew, for one call each.
         with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"):
             if stage not in (None, setup.stage):
                 model = staging.ended(setup, self.folder, stage)
-            judged = setup.datasets, split, settings, self.ranks, self._beat
-            results = evaluation.evaluate(model, *judged, fraction, lookup=ranked)
-            for name, found in evaluation.evaluate_ensembles(model, *judged).items() if ranked and model.draws else ():
-                results[name]["ensemble"] = found
-            if self.ranks.rank == 0:
-                path = self.folder / examples
-                evaluation.save_examples(path, model, setup.datasets, results, settings, self.ranks.device, ranked)
-        return results
+            judged = setup.datasets, split, self.ranks, self._beat
+            return workload_of(self.config).evaluate(model, *judged, fraction, self.folder / examples, ranked)
 
     @outside_step
     def _save(self, *roles: str, last: bool = False, revision: int | None = None) -> None:
@@ -488,7 +485,7 @@ class Loop:
             self.events.write("opened", self.position.step, split=split, weights=weights)
         results = self._evaluate(split, runfolder.EXAMPLES, stage=answers)
         if self.ranks.rank == 0:
-            evaluation.write(self.folder, results, setup.datasets, split, weights)
+            workload_of(self.config).write(self.folder, results, setup.datasets, split, weights)
         memory = parallel.all_gather_objects(self.ranks, self.flips.peak_memory_gib())
         if self.ranks.rank == 0:
             self.events.write(

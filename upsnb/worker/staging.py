@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from upsnb.config import RunConfig
-from upsnb.data.batches import Microbatch, PairReader
+from upsnb.data.batch import Microbatch
+from upsnb.data.batches import PairReader
 from upsnb.data.datasets import Dataset
 from upsnb.models.perturbed import Perturbed
 from upsnb.models.surrogate import Surrogate
