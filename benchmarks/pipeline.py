@@ -1,6 +1,8 @@
 """What do the stages after the operator add, and is it worth their time? Chaos, and a problem with one answer.
 
-    python benchmarks/pipeline.py    # 90 quiet minutes; writes outputs/reference/pipeline/
+    python benchmarks/pipeline.py --only pipeline_ks pipeline_darcy    # 60 quiet minutes
+    python benchmarks/pipeline.py --only pipeline_ks+pipeline_diffusion pipeline_darcy+pipeline_diffusion \
+        --output outputs/reference/pipeline_diffusion    # 40 more; the others go to outputs/reference/pipeline/
 
 Kuramoto-Sivashinsky flow, which is chaotic, and Darcy flow, where there ought to be nothing to gain: the runs of
 params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates look at the
@@ -102,8 +104,11 @@ def medians(rows: Sequence[dict], *keys: str) -> dict[str, np.ndarray]:
 
 def figures(preset: str, rows: Sequence[dict], folder: Path) -> None:
     """CRPS and correlation as the forecast goes on, and whether the ensembles are as wide as they err."""
+    preset = preset.replace("+pipeline", "")  # a file's name
     times, count = rows[0]["times"], len({row["seed"] for row in rows})
-    of = f"{rows[0]['samples']} trajectories of the test split, median of {count} seeds"
+    of = f"{rows[0]['samples']} trajectories of the test split, " + (
+        f"median of {count} seeds" if count > 1 else "one seed"
+    )
 
     def told(key: str) -> str:
         return ", ".join(f"{stage} {number(float(value), 3)}" for stage, value in medians(rows, key).items())

@@ -20,17 +20,30 @@ from statistics import median
 import pandas as pd
 import yaml
 from keep import NOTEBOOK, REFERENCE
+from tables import (
+    called,
+    eleven,
+    finetune,
+    leaderboard,
+    markdown,
+    pipeline,
+    read,
+    reports,
+    steady_prior,
+    where,
+    workloads,
+    wrapper,
+)
 
 from upsnb import overlays
-from upsnb.compare import board_pages, ladder, ladder_figures, scaling, scaling_figures
 from upsnb.compare import figures as compare_figures
+from upsnb.compare import ladder, ladder_figures, scaling, scaling_figures
 from upsnb.config import RunConfig
 from upsnb.memory import plan
 from upsnb.phases import EXTRAS, PHASES
 from upsnb.profile import figures as profile_figures
 from upsnb.profile import report as profiling
 from upsnb.report import results
-from upsnb.report.file import number
 from upsnb.rules import CONFLICTS
 from upsnb.runs.runfolder import REPORT
 
@@ -39,58 +52,11 @@ NOT_YET = "Not measured yet."
 CORES = 2  # of the machine whose minutes the table of notebooks shows
 MOST_SETTINGS = 4  # that are named where a kept notebook had others than its own
 TASKS = {"darcy": "Darcy, one call", "advection": "advection, 10 frames given, 31 predicted"}
-ON_THE_BOARD = (
-    "rank",
-    "nRMSE",
-    "95 % low",
-    "95 % high",
-    "median",
-    "worst tenth",
-    "VRMSE",
-    "parameters",
-    "training [s]",
-    "memory [GiB]",
-)
-RIVALS = ("ups", "neuralop")  # of the eleven families
 PREFIXES = {"darcy": "", "advection": "rollout_"}  # of the error that counts
 MORE_OF_DARCY = {
     "the same, averaged over the square's 8 symmetries": "symmetry_averaged_",
     "the same models at 128 x 128 (16 other samples)": "double_resolution_",
 }
-
-
-def read(name: str) -> dict:
-    return json.loads((REFERENCE / name).read_text())
-
-
-def reports(name: str) -> list[dict]:
-    """Committed reports of one notebook, one a machine or comparison."""
-    return [json.loads(path.read_text()) for path in sorted(REFERENCE.glob(f"{name}*/{REPORT}"))]
-
-
-def markdown(frame: pd.DataFrame) -> str:
-    """A table without the columns that hold nothing; a bar inside a cell would end it."""
-    frame = frame.loc[:, [not frame[name].isin(["", "-"]).all() for name in frame]]
-    rows = [list(frame.columns), ["---"] * frame.shape[1], *frame.to_numpy().tolist()]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows)
-
-
-def where(report: Mapping) -> str:
-    """Machine, versions and date of a measurement."""
-    hardware, versions = report["hardware"], report["versions"]
-    device = report.get("settings", {}).get("training.device", hardware["device"])
-    if device == "cpu" and hardware["device"] == "cpu":
-        machine = f"{hardware['num_cores']} cores of an {hardware['device_name']}"
-    elif device == "cpu":
-        machine = f"{hardware['num_cores']} cores beside {hardware['num_devices']} x {hardware['device_name']}"
-    else:
-        machine = f"{report.get('num_ranks', hardware['num_devices'])} x {hardware['device_name']}"
-    return ", ".join(filter(None, (machine, f"torch {versions['torch']}", report.get("date"))))
-
-
-def called(report: Mapping) -> str:
-    name = report["settings"].get("logging.name")
-    return f"`{name}`" if name else "the default config"
 
 
 # -- studies -----------------------------------------------------------------------------------------------------------
@@ -133,136 +99,6 @@ def scalings(report: Mapping) -> str:
     """One machine's ranks."""
     rehearsal = [f"**{scaling.REHEARSAL}**"] if report["rehearsal"] else []
     return "\n\n".join((f"{where(report)}.", *rehearsal, markdown(scaling_figures.table(report))))
-
-
-def leaderboard(report: Mapping) -> str:
-    """Models beside each other, and the learning rates that validation chose for each."""
-    tuned = read("leaderboard/trainings.json")["learning_rates"]
-    rates = ", ".join(f"{name} {rate['chosen']:g}" for name, rate in tuned.items())
-    (table,) = report["tables"]
-    budget = table["protocol"]["budget"].partition(" on ")[0]
-    head = f"{budget} for each training, both datasets at once, {where(report)}. Learning rates, as a multiple of what each model's file said then, by validation after a short training: {rates}."
-    tables = board_pages.tables({"tables": [table]})
-    told = []
-    for name in table["datasets"]:
-        ranking, costs = (frame for title, frame in tables.items() if title.startswith(f"{name}: "))
-        both = ranking.join(costs, how="left").fillna("")
-        shown = both[[column for column in ON_THE_BOARD if column in both]]
-        told += [f"**{name}**", markdown(shown.rename_axis("model").reset_index())]
-    return "\n\n".join((head, *told))
-
-
-def wrapper(report: Mapping) -> str:
-    """What a step through the wrapper and one of the workbench take beside one written by hand."""
-    columns = {"wrapper": "through the wrapper, times", "workbench": "in the workbench, times"}
-    rows = [
-        {
-            "model": model,
-            "dataset": name,
-            "step by hand [ms]": f"{1e3 / median(found['steps_per_s']['by hand']):.1f}",
-            **{
-                column: "{:.3f} [{:.3f}, {:.3f}]".format(found["cost"][side]["median"], *found["cost"][side]["ci95"])
-                for side, column in columns.items()
-            },
-        }
-        for model, each in report["models"].items()
-        for name, found in each.items()
-    ]
-    return f"{where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
-
-
-def finetune(report: Mapping) -> str:
-    """What training through several calls reached, beside the same time on one call."""
-    rows = [
-        {
-            "data": family,
-            "training": arm,
-            "rollout nRMSE, median": f"{median(rolled):.4g}",
-            "of each seed": ", ".join(f"{value:.4g}" for value in rolled),
-            "correlated for": f"{median(row['correlation_time'] for row in mine):.3g}",
-            "one call": f"{median(row['nrmse'] for row in mine):.4g}",
-            "steps": f"{median(row['steps'] for row in mine):,}",
-        }
-        for family, each in report["families"].items()
-        for arm in dict.fromkeys(row["arm"] for row in each)
-        if (mine := [row for row in each if row["arm"] == arm]) and (rolled := [row["rollout_nrmse"] for row in mine])
-    ]
-    return f"{report['time_s']:g} s for each training, {where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
-
-
-def pipeline(report: Mapping) -> str:
-    """What each stage reached on the test split, and the verdicts of its gate."""
-    rows = []
-    for preset, each in report["presets"].items():
-        for stage in dict.fromkeys(row["stage"] for row in each):
-            mine = [row for row in each if row["stage"] == stage]
-            scores = [row["crps"] for row in mine]
-            lasts = [row["correlation_time"] for row in mine if "correlation_time" in row]
-            gates = [row["gate"] for row in mine if row["gate"]]
-            said = [f"{gate['verdict']} ({number(gate['ratio'], 3)})" for gate in gates]
-            rows.append(
-                {
-                    "settings": preset,
-                    "stage": stage,
-                    "CRPS, median": f"{median(scores):.4g}",
-                    "of each seed": ", ".join(f"{value:.4g}" for value in scores),
-                    "nRMSE of the mean": f"{median(row['mean_nrmse'] for row in mine):.3g}",
-                    "correlated for": f"{median(lasts):.3g}" if lasts else "",
-                    "spread / skill": f"{median(row['spread_skill'] for row in mine):.2f}" * (mine[0]["members"] > 1),
-                    "forecast [ms]": f"{1e3 * median(row['forecast_s'] for row in mine):.3g}",
-                    "verdicts": ", ".join(said),
-                }
-            )
-    whole = {preset: median(row["run_s"] for row in each) / 60 for preset, each in report["presets"].items()}
-    took = ", ".join(f"{preset} {minutes:.1f} minutes" for preset, minutes in whole.items())
-    return f"{where(report)}; from nothing to the last gate: {took}.\n\n{markdown(pd.DataFrame(rows))}"
-
-
-def steady_prior(report: Mapping) -> str:
-    """Iterations of conjugate gradients from each guess, plain and preconditioned."""
-    rows = []
-    for guess, kinds in report["guesses"].items():
-        plain, jacobi = kinds["plain"], kinds["jacobi"]
-        off, _, length = guess.partition(" off, ")
-        kind = f"exact, {100 * float(off):g} % off, smooth over {length}" if length else guess
-        rows.append(
-            {
-                "guess": kind,
-                "relative error": number(plain["off"], 2),
-                "residual": number(plain["residual"], 3),
-                "iterations": f"{plain['iterations']:.0f}",
-                "saved": f"{100 * plain['saved']:.0f} %",
-                "milliseconds": number(1e3 * plain["seconds"], 3),
-                "with Jacobi's preconditioner": f"{jacobi['iterations']:.0f}",
-                "saved there": f"{100 * jacobi['saved']:.0f} %",
-            }
-        )
-    of = f"median of {report['samples']} permeabilities of {report['points']} x {report['points']} cells"
-    return f"{where(report)}; {of}.\n\n{markdown(pd.DataFrame(rows))}"
-
-
-def eleven(report: Mapping) -> str:
-    """Each family's errors, of the whole rollout where there is a time, beside those of an FNO and of no model."""
-    rows = []
-    for family, found in report["families"].items():
-        rolled = "rollout_" * ("rollout_nrmse_mean" in found["ups"])
-        ups, fno = ([found[model][f"{rolled}nrmse_{key}"] for key in ("mean", "median", "p90")] for model in RIVALS)
-        rows.append(
-            {
-                "family": family,
-                "samples, trained on / tested on": f"{found['ups']['num_trained']} / {found['ups']['num_samples']}",
-                **{f"UPS, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), ups)},
-                **{f"FNO, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), fno)},
-                **{name: f"{value:.4g}" for name, value in found["ups"]["references"].items()},
-                "FNO over UPS": f"{fno[0] / ups[0]:.2f}",
-            }
-        )
-    ahead = sum(float(row["FNO over UPS"]) > 1 for row in rows)
-    seconds = " or ".join(
-        f"{time_s:g}" for time_s in sorted({found["time_s"] for found in report["families"].values()})
-    )
-    head = f"{seconds} s for each training, one seed, {where(report)}. UPS has the smaller mean error in {ahead} of {len(rows)} families."
-    return f"{head}\n\n{markdown(pd.DataFrame(rows).fillna(''))}"
 
 
 def profile(report: Mapping) -> str:
@@ -470,6 +306,7 @@ SECTIONS = {
     "finetune": lambda: of_each(finetune, "finetune"),
     "pipeline": lambda: of_each(pipeline, "pipeline"),
     "steady_prior": lambda: of_each(steady_prior, "steady_prior"),
+    "workloads": lambda: of_each(workloads, "workloads"),
     "wrapper": lambda: wrapper(read("wrapper/wrapper.json")),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),

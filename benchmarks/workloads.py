@@ -1,0 +1,96 @@
+"""Trainings that are not PDEs: what each reaches in five minutes, and what the phases gain there at equal quality.
+
+    python benchmarks/workloads.py    # 40 quiet minutes; writes outputs/reference/workloads/
+
+First each example trains as its params/cpu.yaml says. Then two arms take turns on the machine until both have trained
+for as many epochs: that file without any phase, and with those of FAST, which are the same for all.
+"""
+
+import argparse
+import gc
+import time
+from pathlib import Path
+
+import numpy as np
+from keep import save
+
+from upsnb import hardware, overlays, phases
+from upsnb.compare import arms
+from upsnb.config import RunConfig
+from upsnb.report import style
+from upsnb.report.figures import RunFigures
+from upsnb.report.results import train_report
+from upsnb.runs import handle, runfolder
+from upsnb.runs.runfolder import REPORT
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup
+
+ROOT = Path(__file__).resolve().parents[1]
+EPOCHS = {"long_context": 1, "mmdit": 3, "affinity": 4}  # of both arms: three minutes or so of the slower one
+FAST = {"training.compile": True, "training.amp": True, "training.amp_dtype": "bfloat16", "optimizer.fused": True}
+ENOUGH = {"training.time_limit_s": None, "checkpoint.interval": 100_000}
+NUMBERS = ("samples_per_s", "parameters", "steps", "train_time_s", "time_to_first_step_s", "peak_memory_gib")
+
+
+def of_example(name: str, **changes) -> RunConfig:
+    """What its params/cpu.yaml says."""
+    return overlays.load(ROOT / f"examples/{name}/params/cpu.yaml", overrides=changes)
+
+
+def trained(name: str, folder: Path, output: Path) -> dict:
+    """What one training reached on the test split, and its figures."""
+    run = handle.start(of_example(name), folder)
+    run.wait()
+    report, unit = train_report(run), run.events(("start",))[0]
+    for figure, draw in RunFigures.of(run).all().items():
+        if figure not in ("loss", "throughput"):
+            style.save(draw(), output, f"{name}_{figure}")
+    known = {key: report[key] for key in NUMBERS}
+    reached = {dataset: next(iter(splits.values())) for dataset, splits in report["datasets"].items()}
+    return {"unit": unit["unit"], "metric": unit["metric"], **known, "reached": reached}
+
+
+def compared(name: str, folder: Path) -> dict:
+    """Throughput of FAST over that of no phase, taking turns, and the ratio of their errors."""
+    base = of_example(name, **ENOUGH, **{"stages.operator.epochs": EPOCHS[name]})
+    for phase in map(phases.BY_NAME.get, phases.names_on(base)):
+        base = overlays.apply(base, phase.off)
+    arms.compare(base, overlays.apply(base, FAST), folder, noise_floor=False, block_s=8.0)
+    report = arms.compare_report(folder)
+    first, second = (report["arms"][report[key]][0] for key in ("baseline", "optimized"))
+    return {
+        "speedup": report["speedup"],
+        "error_ratio": report["nrmse_ratio"],
+        "errors": [first["nrmse"], second["nrmse"]],
+        "seconds": [first["train_time_s"], second["train_time_s"]],
+        "compile_s": second["compile_s"],
+    }
+
+
+def collecting_ms(name: str) -> float:
+    """What one `gc.collect()` takes beside all that a training of this example holds, median of nine."""
+    setup = Setup.build(of_example(name), runfolder.project_root(), Ranks(), print)
+    setup.step(setup.loader.peek(), 0)
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        gc.collect()
+        times.append(1e3 * (time.perf_counter() - began))
+    return float(np.median(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=EPOCHS, default=list(EPOCHS))
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/workloads")
+    args = parser.parse_args()
+    work, found = runfolder.new_folder("workloads"), {}
+    hardware.check_runnable(overlays.apply(of_example(args.only[0]), FAST), hardware.detect())
+    for name in args.only:
+        found[name] = {"trained": trained(name, work / f"{name}-trained", args.output)}
+        found[name] |= {"compared": compared(name, work / name), "collecting_ms": collecting_ms(name)}
+        save({"format": 1, "kind": "workloads", "examples": found}, args.output / REPORT)
+
+
+if __name__ == "__main__":
+    main()
