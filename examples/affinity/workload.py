@@ -30,6 +30,7 @@ from upsnb.training.losses import Objective
 from upsnb.training.workload import Workload
 
 NAME = "binding"  # of the one dataset
+CACHE = "affinity-embeddings"
 AT_ONCE = 256  # pairs predicted, or proteins encoded, at a time
 TEMPERATURE = 0.1  # of cosines in the contrastive loss
 
@@ -87,23 +88,24 @@ class Proteins:
         """(P, 2) int64: the pair's number, and 0."""
         return np.stack((self.splits[split], 0 * self.splits[split]), axis=1)
 
-    def given(self, who: Tensor) -> Tensor:
-        """What the model is given of proteins, on the CPU: tokens, or embeddings of each."""
-        if self.cache is None:
-            return self.tokens[who]
-        return frozen.Rows(self.cache).read(who.flatten().numpy()).unflatten(0, who.shape)
+    def given(self, who: np.ndarray | Tensor, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """What the model is given of proteins: tokens (..., T), or embeddings of each; and which tokens are there."""
+        chains, who = self.tokens[who], np.asarray(who)
+        keep = chains != PAD
+        if self.cache is not None:
+            chains = frozen.Rows(self.cache).read(who.ravel()).unflatten(0, who.shape)
+        return chains.to(device), keep.to(device)
 
     def resident(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Chains (N, T, ...), which tokens are there, partners and pKd of all pairs, on a device."""
-        chains = self.given(torch.arange(len(self.chains)))
-        tables = chains, self.tokens != PAD, torch.from_numpy(self.partners), torch.from_numpy(self.measured)
-        return tuple(table.to(device) for table in tables)
+        """As `given` of all proteins, and of all pairs the partners and the pKd, on a device."""
+        pairs = torch.from_numpy(self.partners).to(device), torch.from_numpy(self.measured).to(device)
+        return *self.given(np.arange(len(self.chains)), device), *pairs
 
     def read(self, microbatch: Microbatch, calls: int = 1, resident: tuple[Tensor, ...] | None = None) -> Pairs:
         numbers = torch.from_numpy(microbatch.pairs[:, 0])
         if resident is None:
-            who = torch.from_numpy(self.partners[numbers])
-            tables = self.given(who), self.tokens[who] != PAD, who, torch.from_numpy(self.measured[numbers])
+            partners, measured = torch.from_numpy(self.partners[numbers]), torch.from_numpy(self.measured[numbers])
+            tables = *self.given(partners), partners, measured
         else:
             chains, keep, partners, measured = resident
             numbers = numbers.to(keep.device, non_blocking=True)
@@ -185,12 +187,25 @@ class Affinity(Workload):
         self.model_settings = dict(config.model.settings)
         self.weights = self.model_settings.pop("weights", "")  # file of an encoder, below the project
         self.frozen = bool(self.model_settings.get("frozen"))
+        found, made = [], self.made
         if self.frozen and not self.weights:
             why = "freezes an encoder of random weights"
-            raise ConfigError([Problem("model.settings.frozen", why, "set weights to its file")], "the workload")
+            found.append(Problem("model.settings.frozen", why, "set weights to its file"))
+        if not made.sites * made.width <= made.shortest <= made.longest:
+            least = made.sites * made.width
+            why = f"is {made.shortest}, and chains have {least} (sites x width) to {made.longest} residues"
+            found.append(Problem("data.workload_settings.shortest", why, "set it in between"))
+        if found:
+            raise ConfigError(found, "the workload")
 
     def _folder(self, root: Path) -> Path:
         return root / self.config.data.root / "generated"
+
+    def _weights(self, root: Path) -> Path | None:
+        path = root / self.weights if self.weights else None
+        if path is not None and not path.is_file():
+            raise DataError(f"model.settings.weights: there is no file {path} -> name an encoder's")
+        return path
 
     def _spec(self, mean: float = 0.0, std: float = 1.0, cached: bool = False) -> Spec:
         return Spec(NAME, self.made.longest + 2, mean, std, self.model_settings.get("width", 64) if cached else 0)
@@ -205,9 +220,9 @@ class Affinity(Workload):
     def _encoder(self, root: Path) -> tuple[Encoder, Path]:
         """The frozen encoder, and where its embeddings are cached: by hash of its weights and of the data."""
         encoder = self._model({NAME: Outline(self._spec(), 0)}).encoder.eval()
-        encoder.load_state_dict(read_weights(root / self.weights, encoder))
+        encoder.load_state_dict(read_weights(self._weights(root), encoder))
         key = frozen.key(encoder.state_dict(), self.made)
-        return encoder, frozen.place(self._folder(root), "affinity-embeddings", key)
+        return encoder, frozen.place(self._folder(root), CACHE, key)
 
     def prepare(self, root: Path, log: Callable[[str], None]) -> None:
         """Generate the data, and keep what a frozen encoder makes of it, unless that is dearer than asking it again."""
@@ -239,9 +254,7 @@ class Affinity(Workload):
             frozen.build(cache, compute, len(given), AT_ONCE, log)
 
     def open(self, root: Path, log: Callable[[str], None]) -> dict[str, Proteins]:
-        weights = root / self.weights if self.weights else None
-        if weights is not None and not weights.is_file():
-            raise DataError(f"model.settings.weights: there is no file {weights} -> name an encoder's")
+        weights = self._weights(root)
         with np.load(self._folder(root) / self.made.file_name) as file:
             chains, partners, split, measured, rule = (
                 file[name] for name in ("chains", "pairs", "split", "measured", "rule")
@@ -254,9 +267,9 @@ class Affinity(Workload):
         return {NAME: Proteins(NAME, spec, splits, self.made, chains, partners, measured, rule, weights, cache)}
 
     def outlines(self, root: Path) -> dict[str, Outline]:
-        """A cache that is not there yet is not counted on."""
-        cached = self.frozen and self.settings.cache and (root / self.weights).is_file()
-        spec = self._spec(cached=cached and self._encoder(root)[1].exists())
+        """A cache that is not there yet is not counted on; one of another encoder is taken for its own."""
+        cached = self.frozen and self.settings.cache and any(self._folder(root).glob(f"{CACHE}-*.npy"))
+        spec = self._spec(cached=cached)
         return {NAME: Outline(spec, num_bytes(spec, self.made.num_clusters * self.made.members, self.made.num_pairs))}
 
     def spec_from(self, values: dict) -> Spec:
@@ -282,12 +295,10 @@ class Affinity(Workload):
         model.eval()
         numbers = spread(dataset.splits[split], fraction)
         proteins = np.unique(dataset.partners[numbers])
-        share = slice(ranks.rank, None, ranks.world_size)
-        own = predict(model, dataset, numbers[share], ranks.device, alive)
-        own = own, search_vectors(model, dataset, proteins[share], ranks.device, alive)
+        own = (np.array_split(all_of_them, ranks.world_size)[ranks.rank] for all_of_them in (numbers, proteins))
+        found = [call(model, dataset, some, ranks.device, alive) for call, some in zip((predict, search_vectors), own)]
         model.train(was_training)
-        gathered = parallel.all_gather_objects(ranks, own)
-        predicted, vectors = (_in_turn(parts) for parts in zip(*gathered, strict=True))
+        predicted, vectors = map(np.concatenate, zip(*parallel.all_gather_objects(ranks, found), strict=True))
         measured, rule, chains = dataset.measured[numbers], dataset.rule[numbers], dataset.chains[proteins]
         partners = np.searchsorted(proteins, dataset.partners[numbers[measured >= self.settings.binder]])
         found = scores(predicted, measured) | recall(vectors[:, 0] @ vectors[:, 1].T, partners)
@@ -320,37 +331,30 @@ class Affinity(Workload):
         return {"affinity": affinity} if drawn.results else {}
 
 
-def _in_turn(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """What ranks have of every world_size-th one, in order again."""
-    parts = list(parts)
-    whole = np.zeros((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
-    for rank, part in enumerate(parts):
-        whole[rank :: len(parts)] = part
-    return whole
+def _joined(call: Callable[[Tensor], Tensor], numbers: np.ndarray, alive: Callable[[], None]) -> np.ndarray:
+    """What a call gives for numbers, AT_ONCE of them at a time; where there are none, nothing of the right shape."""
+    found = []
+    for start in range(0, max(len(numbers), 1), AT_ONCE):
+        alive()
+        found.append(call(torch.from_numpy(numbers[start : start + AT_ONCE])).float().cpu().numpy())
+    return np.concatenate(found)
 
 
 @torch.no_grad()
 def predict(model, dataset: Proteins, numbers: np.ndarray, device="cpu", alive=lambda: None) -> np.ndarray:
     """pKd of pairs by their numbers, (P,) float32."""
-    found = [np.zeros(0, np.float32)]
-    for start in range(0, len(numbers), AT_ONCE):
-        alive()
-        who = torch.from_numpy(dataset.partners[numbers[start : start + AT_ONCE]])
-        given, keep = dataset.given(who).to(device), (dataset.tokens[who] != PAD).to(device)
-        found.append(model(dataset.name, given, keep).float().cpu().numpy())
-    return np.concatenate(found)
+    return _joined(lambda some: model(NAME, *dataset.given(dataset.partners[some], device)), numbers, alive)
 
 
 @torch.no_grad()
 def search_vectors(model, dataset: Proteins, proteins: np.ndarray, device="cpu", alive=lambda: None) -> np.ndarray:
     """Of proteins by their numbers, each as first and as second partner, (N, 2, S) float32."""
-    found = [np.zeros((0, 2, model.search.out_features // 2), np.float32)]
-    for start in range(0, len(proteins), AT_ONCE):
-        alive()
-        who = torch.from_numpy(proteins[start : start + AT_ONCE])
-        given, keep = dataset.given(who).to(device), (dataset.tokens[who] != PAD).to(device)
-        found.append(model.vectors(model.encode(given, keep), keep).cpu().numpy())
-    return np.concatenate(found)
+
+    def vectors(some: Tensor) -> Tensor:
+        chains, keep = dataset.given(some, device)
+        return model.vectors(model.encode(chains, keep), keep)
+
+    return _joined(vectors, proteins, alive)
 
 
 def ensemble(folders: Iterable[Path | str], split: str = "test") -> dict[str, dict[str, float]]:

@@ -443,6 +443,7 @@ def test_quick_validation_measures_a_share_and_the_full_test_all(setup):
     expected = [of[sample] for sample in quick["per_sample"]["samples"]]
     np.testing.assert_allclose(quick["per_sample"]["error"], expected, rtol=1e-4, atol=1e-5)
     assert made.model.training
+    assert len(predict(made.model, made.datasets["binding"], split[:0])) == 0
 
 
 # -- a frozen encoder ----------------------------------------------------------------------------------------------
@@ -536,6 +537,10 @@ def test_freezing_random_weights_or_naming_none_that_are_there_is_refused(setup,
         setup(**{"model.settings.frozen": True})
     with pytest.raises(DataError, match="there is no file .*none.pt -> name an encoder's"):
         setup(**{"model.settings.weights": str(tmp_path / "none.pt")})
+    with pytest.raises(DataError, match="there is no file .*none.pt -> name an encoder's"):
+        setup(**{"model.settings.weights": str(tmp_path / "none.pt"), "model.settings.frozen": True})
+    with pytest.raises(ConfigError, match=r"shortest: is 5, and chains have 6 \(sites x width\) to 18 residues"):
+        setup(**{"data.workload_settings.shortest": 5})
     with pytest.raises(ConfigError, match="data.workload_settings.motif: unknown setting -> it takes binder, cache"):
         setup(**{"data.workload_settings.motif": 3})
     with pytest.raises(ConfigError, match="model.settings: .*depth.* -> see AffinityModel"):
@@ -620,6 +625,17 @@ def test_killed_and_continued_a_run_ends_with_the_same_weights(config, train_her
 def test_memory_is_predicted_within_five_percent(config, overlay):
     asked = config(**{"training.batch_size": 64, **overlay})
     assert predict_memory(asked, Path()).nbytes == pytest.approx(measure.measure(asked, Path()).nbytes, rel=0.05)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_memory_of_a_frozen_encoder_is_that_of_its_head(frozen_setup, monkeypatch, cache):
+    pays(monkeypatch)
+    made = frozen_setup(6, **{"data.workload_settings.cache": cache, "training.batch_size": 64})
+    assert made.datasets["binding"].spec.embedded == 16 * cache
+    predicted, measured = predict_memory(made.config, Path()), measure.measure(made.config, Path())
+    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.05)
+    trained = made.config.model_copy(update={"model": made.config.model.model_copy(update={"settings": {"width": 16}})})
+    assert predicted.nbytes < 0.7 * predict_memory(trained, Path()).nbytes
 
 
 @pytest.mark.slow
