@@ -350,11 +350,12 @@ def project_root() -> Path:
 
 
 def preset_path(preset: str) -> Path:
-    """A preset's file: a path, or a name in params/ of this folder, one above it, or this project."""
+    """A preset's file: a path, or a name in params/; from this folder, one above it, or this project's."""
     name = preset if preset.endswith((".yaml", ".yml")) else preset + ".yaml"
     here = Path.cwd()
     folders = [folder / "params" for folder in (here, *here.parents, Path(__file__).resolve().parents[1])]
-    candidates = [Path(name), *(folder / name for folder in folders if folder.is_dir())]
+    folders = [folder for folder in folders if folder.is_dir()]
+    candidates = [Path(name), *(folder.parent / name for folder in folders), *(folder / name for folder in folders)]
     return next((path for path in candidates if path.is_file()), candidates[-1])
 
 

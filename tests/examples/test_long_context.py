@@ -1,0 +1,292 @@
+"""A language model of long documents: what attends to what, losses in pieces, and all that a run of fields has."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from examples.long_context import data
+from examples.long_context.data import TOKENIZERS, Settings, documents, haystack, packed, prepare
+from examples.long_context.model import IGNORED, next_tokens
+from upsnb import hardware, overlays, phases
+from upsnb.errors import ConfigError, DataError
+from upsnb.memory import measure
+from upsnb.memory.predict import predict
+from upsnb.report import figures, results
+from upsnb.runs import handle
+from upsnb.training.parallel import Ranks
+from upsnb.training.setup import Setup, load_model
+from upsnb.widgets.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMS = sorted((ROOT / "examples/long_context/params").glob("*.yaml"))
+BASE = {
+    "workload": "examples/long_context/workload.py:LongContext",
+    "workload_settings": {"context": 96, "vocabulary": 400, "chunks": 40, "needles": 1},
+    "data.datasets": {},
+    "training": {"device": "cpu", "threads_per_rank": 1, "batch_size": 4},
+    "optimizer": {"lr": 3e-3, "muon_lr": 1e-2},
+    "stages.operator.epochs": 1,
+    "checkpoint.interval": 100000,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """`config(**overlay)`: a tiny run of this workload."""
+    base = overlays.flatten(BASE) | {"data.root": str(tmp_path / "data"), "logging.root": str(tmp_path / "outputs")}
+    return lambda **overlay: overlays.resolve({**base, **overlays.flatten(overlay)})
+
+
+@pytest.fixture
+def setup(config):
+    """`setup(**overlay)`: everything a step of it needs."""
+    return lambda **overlay: Setup.build(config(**overlay), Path(), Ranks(), lambda message: None)
+
+
+def chunk(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens of documents so long, and whose each is, (1, N)."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    return torch.randint(400, owner.shape, generator=torch.Generator().manual_seed(seed)), owner.int()
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("text", ["The owl of Alin.", "  Größe\n\tÜ\u4f60\U0001f989 x_1", "", next(documents(3))])
+def test_any_text_comes_back_from_its_tokens(kind, text, tmp_path):
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    made = TOKENIZERS[kind].learned(iter([next(documents(0))]), 400)
+    made.save(tmp_path / "tokenizer.json")
+    loaded = TOKENIZERS[kind].load(tmp_path / "tokenizer.json")
+    tokens = made.encode(text)
+    assert loaded.encode(text) == tokens and loaded.decode(tokens) == text
+    assert all(0 <= token < 400 and token != made.end for token in tokens)
+
+
+def test_chunks_hold_every_token_once_as_a_target_and_know_its_document():
+    lengths = [5, 1, 40, 17, 3, 90]
+    stream = [[number] * length for number, length in enumerate(lengths)]
+    tokens, owners = (np.stack(part) for part in zip(*packed(iter(stream), context=16)))
+    flat = sum(stream, [])
+    assert tokens[:, 1:].ravel().tolist() == flat[1 : 1 + 16 * len(tokens)]
+    assert (tokens[1:, 0] == tokens[:-1, -1]).all() and len(tokens) == (len(flat) - 1) // 16
+    assert (owners[:, 0] == 0).all()
+    for row, owner in zip(tokens, owners):  # here a token is its document's number
+        assert (owner == row - row[0]).all()
+
+
+def test_no_document_of_a_text_is_in_two_splits(tmp_path):
+    text = data.DOCUMENT_END.join(f"{number} " * 40 for number in range(300, 420))
+    (tmp_path / "text.txt").write_text(text)
+    settings = Settings(context=32, vocabulary=400, files=("*.txt",))
+    folder = prepare(settings, (0.2, 0.2), tmp_path, tmp_path / "data", lambda message: None)
+    tokenizer, seen = TOKENIZERS["words"].load(folder / "tokenizer.json"), {}
+    for split in ("train", "validation", "test"):
+        tokens = np.load(folder / f"{split}_000000000_tokens.npy")
+        seen[split] = set(tokens.ravel().tolist()) & {tokenizer.numbers.get(f" {n}", -1) for n in range(300, 420)}
+        assert len(seen[split]) > 5
+    assert not (seen["train"] & seen["test"] or seen["train"] & seen["validation"] or seen["validation"] & seen["test"])
+
+
+def test_files_that_are_not_there_and_settings_that_nobody_knows_are_refused(config, tmp_path):
+    with pytest.raises(DataError, match="nowhere.txt not found"):
+        prepare(Settings(files=("nowhere.txt",)), (0.1, 0.1), tmp_path, tmp_path, lambda message: None)
+    with pytest.raises(ConfigError, match="contxt: unknown setting"):
+        predict(config(**{"data.workload_settings.contxt": 3}))
+    with pytest.raises(ConfigError, match="is a stage of fields"):
+        config(**{"stages.finetune.epochs": 1})
+
+
+def test_a_question_has_one_answer_in_its_haystack():
+    tokenizer = TOKENIZERS["words"].learned(documents(0), 400)
+    for number, depth in enumerate((0.0, 0.5, 1.0)):
+        tokens, choices = haystack(tokenizer, 500, depth, np.random.default_rng(number), 8)
+        text = tokenizer.decode(tokens)
+        *_, question = text.split(". ")
+        told = [text[at:] for at in range(len(text)) if text.startswith(question, at)]
+        assert len(tokens) <= 500 and len(set(choices)) == 8 and len(told) == 2, "said once, asked once"
+        assert told[0].startswith(question + tokenizer.decode(choices[:1]))
+        assert abs(text.index(question) / len(text) - depth) < 0.15
+
+
+# -- model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "math"])
+def test_nothing_of_a_document_reaches_another_one_nor_its_own_past(setup, backend):
+    model = setup(**{"operator.pdet.attention": backend}).model.train()
+    tokens, owner = chunk(20, 30, 25)
+    changed = tokens.clone()
+    changed[0, 35] = (tokens[0, 35] + 7) % 400
+    with torch.no_grad():
+        before, after = (model(some, owner) for some in (tokens, changed))
+    moved = (before != after).any(-1)[0].nonzero().ravel().tolist()
+    assert moved == list(range(35, 50))
+
+
+def test_a_document_is_read_the_same_wherever_it_lies_in_a_chunk(setup):
+    model = setup().model.eval()
+    tokens, owner = chunk(20, 30, 25)
+    alone = model(tokens[:, 20:50], owner[:, :30] * 0)
+    assert torch.allclose(model(tokens, owner)[:, 20:50], alone, atol=1e-4)
+
+
+def test_the_first_token_of_a_document_is_nobodys_target():
+    tokens, owner = chunk(3, 4, 2)
+    read, of, targets = next_tokens(tokens, owner)
+    assert read.tolist() == tokens[:, :-1].tolist() and of.tolist() == owner[:, :-1].tolist()
+    assert (targets == IGNORED).nonzero()[:, 1].tolist() == [2, 6]
+    assert targets[0, [0, 1, 3, 4, 5, 7]].tolist() == tokens[0, [1, 2, 4, 5, 6, 8]].tolist()
+
+
+@pytest.mark.parametrize("size", [7, 64, 10_000])
+def test_loss_in_pieces_is_the_plain_one_and_so_are_its_gradients(setup, size):
+    model = setup(**{"model.settings": {"chunk": size}}).model
+    tokens, owner = chunk(30, 45, seed=1)
+    read, of, targets = next_tokens(tokens, owner)
+    losses = (
+        lambda: model.head(model.hidden(read, of), targets),
+        lambda: F.cross_entropy(model(read, of).flatten(0, 1), targets.flatten(), ignore_index=IGNORED),
+    )
+    found = []
+    for loss in losses:
+        model.zero_grad()
+        value = loss()
+        value.backward()
+        found.append((value, [parameter.grad.clone() for parameter in model.parameters()]))
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-5)
+    for ours, plain in zip(found[0][1], found[1][1]):
+        assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_more_than_how_often_each_token_is_said(setup):
+    trained = setup(**{"data.workload_settings.chunks": 200})
+    unigram, losses, least = trained.datasets["text"].unigram(), [], []
+    batches = (batch for epoch in range(9) for batch in trained.loader.epoch(epoch))
+    for step, batch in zip(range(60), batches):
+        trained.set_learning_rate(min(1, step / 10) * 0.02 + 0.02)
+        losses.append(float(trained.step([batch], step)[0]))
+        targets = next_tokens(batch.tokens, batch.documents)[2]
+        least.append(-unigram[targets[targets != IGNORED].numpy()].mean())
+    assert np.mean(losses[-8:]) < 0.8 * np.mean(least[-8:]), (losses[-8:], least[-8:])
+
+
+def test_a_loss_at_some_positions_is_on_average_that_of_all(setup):
+    some = setup(**{"training.query_sampling.num_queries": 24})
+    (batch,), objective = some.loader.peek(), some.objective
+    with torch.no_grad():
+        values = []
+        for seed in range(60):
+            batch.seed = seed
+            values.append(float(objective(batch, {"cross_entropy": 1.0}, None)[0]))
+        objective.config = some.config.training.model_copy(
+            update={"query_sampling": type(some.config.training.query_sampling)()}
+        )
+        whole = float(objective(batch, {"cross_entropy": 1.0}, None)[0])
+    error = np.std(values) / 60**0.5
+    assert error > 0 and abs(np.mean(values) - whole) < 4 * error
+
+
+HOT = [phase for phase in phases.BY_NAME.values() if phase.hot]
+
+
+@pytest.mark.parametrize("phase", HOT, ids=lambda phase: phase.name)
+def test_phases_flip_live_and_back(setup, phase):
+    """Compiled code is another test's."""
+    live = setup(**{"training.accum_steps": 2})
+    if phases.unmet(phase, live.config, hardware.detect()) or "training.compile" in phase.on:
+        pytest.skip("not here")
+    before, weights = live.config, {name: value.clone() for name, value in live.model.state_dict().items()}
+    batches = live.loader.peek() * 2
+    plain, _, norm = live.step(batches, 0)
+    live.model.load_state_dict(weights)
+    live.update(overlays.apply(before, phase.on))
+    flipped, _, other = live.step(batches, 0)
+    tolerance = {"identical": 1e-6, "rounding": 0.02, "different": 0.2}[phase.numerics]
+    assert float(flipped) == pytest.approx(float(plain), rel=tolerance)
+    assert float(other) == pytest.approx(float(norm), rel=20 * tolerance)
+    live.update(before)
+    live.model.load_state_dict(weights)
+    assert torch.equal(live.step(batches, 0)[0], plain)
+
+
+@pytest.mark.parametrize(
+    "overlay", [{}, {"operator.pdet.use_activation_checkpoint": True}, {"training.accum_steps": 3}]
+)
+def test_memory_of_a_step_is_predicted(config, overlay):
+    chosen = config(**overlay, **{"data.workload_settings.context": 256})
+    predicted, measured = predict(chosen), measure.measure(chosen)
+    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.05)
+    assert predicted.account.by_kind()["parameters"] == measured.account.by_kind()["parameters"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(config, train_here, tmp_path):
+    chosen = config(**{"checkpoint.interval": 3, "checkpoint.resume": True, "evaluation.every_epochs": 100})
+    whole = train_here(chosen, tmp_path / "whole")
+
+    def interrupt(step):
+        if step == 5:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train_here(chosen, tmp_path / "again", interrupt)
+    again = train_here(chosen, tmp_path / "again")
+    curves = [{e["step"]: e["loss"] for e in events if e["kind"] == "step"} for events in (whole, again)]
+    assert curves[0] == curves[1] and len(curves[0]) == 8
+    ours, theirs = (load_model(tmp_path / name).state_dict() for name in ("whole", "again"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_says_tokens_and_perplexity_and_leaves_its_figures(config, train_here, tmp_path):
+    folder, lines = tmp_path / "run", []
+    events = train_here(config(), folder)
+    progress = Progress(lines.append)
+    for event in events:
+        progress(event)
+    run = handle.Run.attach(folder)
+    report = results.train_report(run)
+    said = "\n".join([*lines, results.costs(report), *results.table(report).columns, *results.unmet(report)])
+    assert "tokens/s" in said and "validation perplexity" in said and "384 tokens a step" in said
+    assert "samples/s" not in said and "nRMSE" not in said
+    (row,) = results.table(report).to_dict("records")
+    assert float(row["perplexity"]) > 1 and float(row["baseline_error"]) > 1
+    drawn = figures.RunFigures.of(run).all()
+    assert set(drawn) == {"loss", "throughput", "perplexity_text"}
+    for draw in drawn.values():
+        text = " ".join(label.get_text() for label in draw().findobj(lambda artist: hasattr(artist, "get_text")))
+        assert "samples" not in text and "nRMSE" not in text
+
+
+@pytest.mark.slow
+def test_two_ranks_train_one_model_and_share_the_evaluation(config, tmp_path):
+    one, two = (
+        handle.start(config(**{"training.num_gpus": ranks, "training.batch_size": 8 // ranks}), tmp_path / str(ranks))
+        for ranks in (1, 2)
+    )
+    curves, found = [], []
+    for run in (one, two):
+        assert run.wait() == "finished", run.cause()
+        curves.append([event["loss"] for event in run.events(("step",))])
+        found.append(figures.read_evaluation(run.folder, run.events())["datasets"]["text"]["test"])
+    assert curves[0] == pytest.approx(curves[1], rel=0.02)  # each rank's mean is over its own tokens
+    assert found[0]["per_sample"]["samples"] == found[1]["per_sample"]["samples"]
+    assert found[0]["error"] == pytest.approx(found[1]["error"], rel=0.1)
+
+
+@pytest.mark.parametrize("path", PARAMS, ids=lambda path: path.stem)
+def test_params_file_is_of_this_workload_and_says_so_where_it_cannot_run(path):
+    chosen = overlays.load(path)
+    assert chosen.data.workload == BASE["workload"]
+    assert all(problem.remedy for problem in hardware.problems(chosen, hardware.detect()))
