@@ -199,6 +199,7 @@ def test_a_run_trains_it_from_the_operator_judges_it_and_can_be_asked(run):
         inference.predict(load_model(folder, stage="operator"), fields, "advection", 0.4, members=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [NAME, REFINE])
 def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path, stage):
     class Killed(Exception):
@@ -423,6 +424,7 @@ def test_a_step_trains_the_student_and_leaves_its_teacher_and_the_operator(taugh
     assert moved and all(name.startswith("denoiser.") for name in moved)
 
 
+@pytest.mark.slow
 def test_a_student_is_judged_against_its_teacher_and_resumed_bit_equal(tiny_config, train_here, tmp_path, monkeypatch):
     class Killed(Exception):
         pass
