@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.errors import DataError
+from upsnb.values import PositiveInt, Section, Seed
 
 SPLITS = ("train", "validation", "test")
 SHARD = 2**27  # tokens of one shard at most
@@ -164,28 +167,40 @@ TOKENIZERS = {"words": Words, "bpe": Bpe}
 # -- chunks --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Section):
     """What `data.workload_settings` may say."""
 
-    context: int = 2048  # tokens that the model sees
-    vocabulary: int = 512
-    tokenizer: str = "words"  # or bpe
+    context: PositiveInt = 2048  # tokens that the model sees
+    vocabulary: Annotated[int, Field(ge=258, le=2**16)] = 512  # bytes, the end of a document, and what is learned
+    tokenizer: Literal["words", "bpe"] = "words"
     files: tuple[str, ...] = ()  # text files or globs of them, from the project's folder; empty: generated
-    chunks: int = 640  # generated: of all splits
-    seed: int = 0  # of the corpus, and of which document is in which split
-    needles: int = 6  # questions at each depth, after training
+    chunks: PositiveInt = 640  # generated, of all splits
+    seed: Seed = 0  # of the corpus, and of which document is in which split
+    needles: PositiveInt = 6  # questions at each depth, after training
 
-    @property
-    def folder(self) -> str:
-        """A name that says all the shards depend on."""
-        what = (self.context, self.vocabulary, self.tokenizer, self.files, self.seed, self.files or self.chunks)
-        return f"long_context_{self.context}_{sha256(repr(what).encode()).hexdigest()[:10]}"
-
-    def rows(self, validation: float, test: float) -> dict[str, int]:
+    def rows(self, split: tuple[float, float]) -> dict[str, int]:
         """Chunks of each split of a generated corpus."""
-        kept = {"validation": round(validation * self.chunks), "test": round(test * self.chunks)}
+        kept = dict(zip(("validation", "test"), (round(share * self.chunks) for share in split)))
         return {"train": self.chunks - sum(kept.values()), **kept}
+
+
+def text_files(settings: Settings, root: Path) -> list[Path]:
+    """Those that are named; none: the corpus is generated.
+
+    Raises:
+        DataError: none of them is there.
+    """
+    files = [path for name in settings.files for path in sorted(root.glob(name))]
+    if settings.files and not files:
+        raise DataError(f"workload_settings.files: {', '.join(settings.files)} not found in {root} -> correct them")
+    return files
+
+
+def folder_of(settings: Settings, split: tuple[float, float], root: Path, data: Path) -> Path:
+    """Where the shards lie: the name depends on all that they do."""
+    known = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in text_files(settings, root)]
+    what = repr((settings.model_copy(update={"needles": 0}), split, known))
+    return data / f"long_context_{settings.context}_{sha256(what.encode()).hexdigest()[:10]}"
 
 
 def packed(stream: Iterator[list[int]], context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -217,20 +232,17 @@ def prepare(settings: Settings, split: tuple[float, float], root: Path, data: Pa
         root: folder that files are named from.
         data: folder for shards.
     Raises:
-        DataError: a file that is named is not there, or a split has no whole chunk.
+        DataError: a file that is named is not there, or the text has no whole chunk.
     """
-    folder = data / settings.folder
+    folder, files = folder_of(settings, split, root, data), text_files(settings, root)
     if (folder / "index.json").exists():
         return folder
     log(f"tokenising into {folder.name}")
-    files = [path for name in settings.files for path in sorted(root.glob(name))]
-    if settings.files and not files:
-        raise DataError(f"workload_settings.files: {', '.join(settings.files)} not found in {root} -> correct them")
     kind = TOKENIZERS[settings.tokenizer]
     tokenizer = kind.learned(texts(files) if files else documents(settings.seed), settings.vocabulary)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder / "tokenizer.json")
-    rows, wanted = {}, settings.rows(*split)
+    rows, wanted = {}, settings.rows(split)
     for number, name in enumerate(wanted):
         if files:
             chosen = (text for n, text in enumerate(texts(files)) if split_of(n, settings.seed, split) == name)
@@ -338,13 +350,12 @@ class Corpus:
         return np.log(counts / counts.sum())
 
 
-def opened(settings: Settings, spec: TokenSpec, data: Path) -> Corpus:
-    """The corpus that `prepare` left.
+def opened(spec: TokenSpec, folder: Path) -> Corpus:
+    """The corpus that `prepare` left in a folder.
 
     Raises:
         DataError: it has not been there.
     """
-    folder = data / settings.folder
     if not (folder / "index.json").exists():
         raise DataError(f"{folder} is not there -> start a run, which tokenises the text")
     return Corpus(spec.name, folder, spec, json.loads((folder / "index.json").read_text()))
@@ -354,7 +365,7 @@ def haystack(tokenizer, context: int, depth: float, draws: np.random.Generator, 
     """A document in which one sentence says where somebody keeps a key, and the beginning of that sentence again.
 
     Returns:
-        at most `context` tokens, and the first tokens of the places to choose from, the right one first.
+        at most `context` tokens, and the first tokens of places to choose from, all different, the right one first.
     """
     people = villagers(draws, 7)
     asked, others = people[0] | {"place": PLACES[draws.integers(len(PLACES))]}, people[1:]
@@ -366,6 +377,5 @@ def haystack(tokenizer, context: int, depth: float, draws: np.random.Generator, 
     needle = fact(KEY, **asked)
     said.insert(round(depth * len(said)), tokenizer.encode(" " + needle))
     question = tokenizer.encode(" " + needle[: needle.index(" in ") + 3])
-    wrong = [place for place in draws.permutation(PLACES).tolist() if place != asked["place"]]
-    places = [asked["place"], *wrong[: choices - 1]]
-    return [*sum(said, []), *question], [tokenizer.encode(f" {place}")[0] for place in places]
+    places = [asked["place"], *draws.permutation(PLACES).tolist()]
+    return [*sum(said, []), *question], [*dict.fromkeys(tokenizer.encode(f" {p}")[0] for p in places)][:choices]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from pydantic import ValidationError
 from torch import Tensor
 
 from examples.long_context import data
@@ -24,7 +25,7 @@ from upsnb.training.losses import Objective
 from upsnb.training.workload import Workload
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)  # of a needle in its haystack: 0 is the beginning
-CHOICES = 8  # places to choose from
+CHOICES = 8  # places to choose from, at most
 
 
 class NextToken(Objective):
@@ -55,12 +56,13 @@ class LongContext(Workload):
 
     def __init__(self, config):
         super().__init__(config)
-        known = {field.name for field in fields(Settings)}
-        if unknown := config.data.workload_settings.keys() - known:
-            remedy = f"it knows {', '.join(sorted(known))}"
-            raise ConfigError([Problem(f"data.workload_settings.{min(unknown)}", "unknown setting", remedy)])
-        values = config.data.workload_settings
-        self.settings = Settings(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        try:
+            self.settings = Settings.model_validate_json(json.dumps(config.data.workload_settings))
+        except ValidationError as error:
+            known, where = f"known are {', '.join(Settings.model_fields)}", "data.workload_settings"
+            raise ConfigError(
+                [Problem(f"{where}.{found['loc'][0]}", found["msg"], known) for found in error.errors()]
+            ) from None
         self.split = config.data.split.validation_fraction, config.data.split.test_fraction
 
     def units_per_pair(self) -> int:
@@ -70,12 +72,13 @@ class LongContext(Workload):
         data.prepare(self.settings, self.split, root, root / self.config.data.root, log)
 
     def open(self, root: Path, log: Callable[[str], None]) -> dict[str, Corpus]:
-        return {"text": data.opened(self.settings, self._spec(), root / self.config.data.root)}
+        folder = data.folder_of(self.settings, self.split, root, root / self.config.data.root)
+        return {"text": data.opened(self._spec(), folder)}
 
     def outlines(self, root: Path) -> dict[str, Outline]:
         if self.settings.files:
             return self.open(root, print)
-        chunks = sum(self.settings.rows(*self.split).values())
+        chunks = sum(self.settings.rows(self.split).values())
         return {"text": Outline(self._spec(), 8 * chunks * (self.settings.context + 1))}
 
     def _spec(self) -> TokenSpec:
@@ -99,10 +102,10 @@ class LongContext(Workload):
         for name, corpus in datasets.items():
             chosen = corpus.splits[split]
             chosen = thinned(chosen, max(1, round(fraction * len(chosen))))
-            own = []
+            own, unigram = [], corpus.unigram()
             for sample in chosen[ranks.rank :: ranks.world_size]:
                 alive()
-                own.append((int(sample), *_by_context(model, corpus, sample, ranks.device)))
+                own.append((int(sample), *_by_context(model, corpus, sample, unigram, ranks.device)))
             asked = self._needles(model, corpus, ranks, alive) if final else []
             found = parallel.all_gather_objects(ranks, (own, asked))
             results[name] = _summary(corpus, sorted(row for rows, _ in found for row in rows))
@@ -111,8 +114,8 @@ class LongContext(Workload):
         model.train(was_training)
         return results
 
-    def _needles(self, model: Decoder, corpus: Corpus, ranks, alive) -> list[tuple[float, bool]]:
-        """(depth, whether the answer was right) of this rank's share of the questions."""
+    def _needles(self, model: Decoder, corpus: Corpus, ranks, alive) -> list[tuple[float, bool, float]]:
+        """(depth, whether the answer was right, chance) of this rank's share of the questions."""
         tokenizer, answers = data.TOKENIZERS[self.settings.tokenizer].load(corpus.folder / "tokenizer.json"), []
         for number in range(ranks.rank, len(DEPTHS) * self.settings.needles, ranks.world_size):
             alive()
@@ -120,14 +123,14 @@ class LongContext(Workload):
             tokens, choices = data.haystack(tokenizer, corpus.spec.context, depth, draws, CHOICES)
             tokens = torch.tensor([tokens], device=ranks.device)
             hidden = model.hidden(tokens, torch.zeros_like(tokens))[:, -1:]
-            answers.append((depth, int(model.head(hidden)[0, 0, choices].argmax()) == 0))
+            answers.append((depth, int(model.head(hidden)[0, 0, choices].argmax()) == 0, 1 / len(choices)))
         return answers
 
     def figures(self, drawn) -> dict[str, Callable[[], Figure]]:
         return {f"perplexity_{name}": partial(perplexity, result) for name, result in drawn.results.items()}
 
 
-def _by_context(model: Decoder, corpus: Corpus, sample: int, device) -> tuple[np.ndarray, np.ndarray, float]:
+def _by_context(model: Decoder, corpus: Corpus, sample: int, unigram: np.ndarray, device) -> tuple:
     """Sums of losses and numbers of tokens by how much of the document was read, in powers of two; a unigram's sum."""
     chunk = [torch.from_numpy(part).to(device) for part in corpus.chunks(np.array([sample]))]
     tokens, documents, targets = next_tokens(*chunk)
@@ -137,8 +140,8 @@ def _by_context(model: Decoder, corpus: Corpus, sample: int, device) -> tuple[np
     read = 1 + np.arange(len(owner)) - np.searchsorted(owner, owner)
     bins = np.log2(read[known]).astype(int)
     size = int(np.log2(corpus.spec.context)) + 1
-    unigram = -corpus.unigram()[targets[known]].sum()
-    return np.bincount(bins, losses[known], size), np.bincount(bins, minlength=size), float(unigram)
+    plain = -float(unigram[targets[known]].sum())
+    return np.bincount(bins, losses[known], size), np.bincount(bins, minlength=size), plain
 
 
 def _summary(corpus: Corpus, rows: list[tuple]) -> dict:
@@ -162,10 +165,11 @@ def _summary(corpus: Corpus, rows: list[tuple]) -> dict:
     }
 
 
-def _answered(answers: list[tuple[float, bool]]) -> dict:
-    right = {depth: [found for at, found in answers if at == depth] for depth in DEPTHS}
-    told = {"depth": list(right), "right": [float(np.mean(some)) for some in right.values()], "chance": 1 / CHOICES}
-    return {"needles_right": float(np.mean([found for _, found in answers])), "needle": told}
+def _answered(answers: list[tuple[float, bool, float]]) -> dict:
+    right = {depth: [found for at, found, _ in answers if at == depth] for depth in DEPTHS}
+    _, found, chance = (float(np.mean(part)) for part in zip(*answers))
+    told = {"depth": list(right), "right": [float(np.mean(some)) for some in right.values()], "chance": chance}
+    return {"needles_right": found, "needle": told}
 
 
 @style.styled

@@ -48,7 +48,7 @@ def speed(report: Mapping) -> Figure:
         rates = [block["samples"] / block["seconds"] for block in blocks if block["arm"] == name]
         left.plot(turns, rates, "o", ms=4, **(look[name] | {"linestyle": "none"}), label=name)
         left.axhline(np.median(rates), **look[name], lw=1.2)
-    left.set(xlabel=label("turn, in the order of time"), ylabel=label("throughput", "samples/s"))
+    left.set(xlabel=label("turn, in the order of time"), ylabel=label("throughput", f"{unit_of(report)}/s"))
     left.set_ylim(0)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     shown = {name: ratio for name, ratio in ratios.items() if ratio and ratio["median"] is not None}
@@ -84,7 +84,7 @@ def quality(report: Mapping) -> Figure:
     came = (
         f"{report['optimized']} gets there {speedup:.2f} times as fast" if speedup else "not every training got there"
     )
-    title = f"Validation nRMSE of {target:.3g}, {last}: {came}"
+    title = f"Validation {metric_of(report)} of {target:.3g}, {last}: {came}"
     look = looks(list(report["arms"]))
     figure = empty_figure(7.2, 3.1, title)
     axes = figure.subplots(1, 2, sharey=True)
@@ -93,8 +93,9 @@ def quality(report: Mapping) -> Figure:
             *along, nrmse = (floats(run["validations"][what]) for what in ("time_s", "samples", "nrmse"))
             for ax, x in zip(axes, along):
                 ax.plot(x, nrmse, marker="o", ms=4, lw=1.2, **look[name], label=named)
-    axes[0].set(xlabel=label("training time, compilation included", "s"), ylabel=label("validation nRMSE"))
-    axes[1].set(xlabel=label("samples seen"))
+    axes[0].set_ylabel(label(f"validation {metric_of(report)}"))
+    axes[0].set_xlabel(label("training time, compilation included", "s"))
+    axes[1].set(xlabel=label(f"{unit_of(report)} seen"))
     for ax in axes:
         ax.set(yscale="log", xlim=(0, None))
         ax.ticklabel_format(axis="x", style="plain")
@@ -107,15 +108,15 @@ def quality(report: Mapping) -> Figure:
 @styled
 def outcome(report: Mapping) -> Figure:
     """Error of each dataset and memory of a rank, by arm; a dot a seed, the bar their mean, dotted what is required."""
-    arms, first, second = report["arms"], report["baseline"], report["optimized"]
+    arms, first, second, metric = report["arms"], report["baseline"], report["optimized"], metric_of(report)
     values = {
-        label(f"{name}: nRMSE"): {arm: floats([run["nrmse"][name] for run in runs]) for arm, runs in arms.items()}
+        label(f"{name}: {metric}"): {arm: floats([run["nrmse"][name] for run in runs]) for arm, runs in arms.items()}
         for name in report["nrmse_ratio"]
     }
     memory = {arm: floats([run["peak_memory_gib"] for run in runs]) for arm, runs in arms.items()}
     ratios = ", ".join(f"{name} {number(ratio, 3)}" for name, ratio in report["nrmse_ratio"].items())
     more = memory[second].mean() / memory[first].mean()
-    figure = empty_figure(7.2, 2.7, f"{second} over {first}: nRMSE {ratios}; peak memory {more:.2f}")
+    figure = empty_figure(7.2, 2.7, f"{second} over {first}: {metric} {ratios}; peak memory {more:.2f}")
     axes = figure.subplots(1, len(values) + 1, squeeze=False)[0]
     most, look = required(report), looks(list(arms))
     limits = [most.get("nrmse_ratio", np.inf) * those[first].mean() for those in values.values()]
@@ -193,6 +194,16 @@ def draw(report: Mapping) -> dict[str, Figure]:
     return {**drawn, "quality": quality(report), "outcome": outcome(report)}
 
 
+def unit_of(report: Mapping) -> str:
+    """What throughput counts in a comparison."""
+    return report.get("unit", "samples")
+
+
+def metric_of(report: Mapping) -> str:
+    """What errors are called in it."""
+    return report.get("metric", "nRMSE")
+
+
 def required(report: Mapping) -> dict[str, float]:
     """What each criterion asks for."""
     return {item["name"]: item["required"] for item in report["criteria"]}
@@ -204,13 +215,13 @@ def arms_table(report: dict) -> pd.DataFrame:
         {
             "arm": name,
             "seed": run["seed"],
-            "samples": run["samples"],
-            "samples/s": number(run["samples_per_s"]),
+            unit_of(report): run["samples"],
+            f"{unit_of(report)}/s": number(run["samples_per_s"]),
             "trained [s]": number(run["train_time_s"]),
             "compiled [s]": number(run["compile_s"]),
             "memory [GiB]": number(run["peak_memory_gib"], 3),
             "cost [$]": number(run["cost_dollars"], 3),
-            **{f"{dataset} nRMSE": number(value) for dataset, value in run["nrmse"].items()},
+            **{f"{dataset} {metric_of(report)}": number(value) for dataset, value in run["nrmse"].items()},
         }
         for name, runs in report["arms"].items()
         for run in runs

@@ -83,6 +83,8 @@ def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
         "phases_on": numbers["phases_on"],
         "phases_skipped": numbers["phases_skipped"],
         "num_ranks": numbers["num_ranks"],
+        "unit": numbers.get("unit", "samples"),  # reports of before name none
+        "metric": numbers.get("metric", "nRMSE"),
         "samples": numbers["samples"],
         "samples_per_s": numbers["samples_per_s"]["median"],
         "train_time_s": numbers["train_time_s"],
@@ -141,6 +143,8 @@ def comparison_report(
         "arms": arms,
         "baseline": first,
         "optimized": second,
+        "unit": arms[first][0].get("unit", "samples"),
+        "metric": arms[first][0].get("metric", "nRMSE"),
         "files": {name: list(data.files) for name, data in runs[first][0].config.data.datasets.items()},  # or generated
         "differences": overlays.difference(runs[first][0].config, runs[second][0].config),
         "interleaved": ratios is not None,
@@ -325,10 +329,11 @@ def _told(row: Mapping) -> str:
 def facts(report: Mapping) -> dict[str, str]:
     """What the criteria rest on: throughput and errors over the baseline's, and the time to its quality."""
     speedup, quality, equal = report["speedup"], report["time_to_quality_speedup"], report["aa_ratio"]
+    metric = report.get("metric", "nRMSE")
     return {
         "throughput over the baseline's": factor(speedup) + (f" (A/A {factor(equal)})" if equal else ""),
         "time to the baseline's quality": f"{quality:.2f} times as fast" if quality else "not reached",
-        **{f"nRMSE over the baseline's, {name}": text for name, text in errors(report).items()},
+        **{f"{metric} over the baseline's, {name}": text for name, text in errors(report).items()},
     }
 
 

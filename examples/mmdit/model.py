@@ -1,0 +1,184 @@
+"""The multimodal diffusion transformer: one stream of tokens for a picture, one for its caption, joined in attention.
+
+After Esser et al., Stable Diffusion 3 (arXiv 2403.03206). Shape letters: B batch, N tokens of a picture, L tokens of a
+caption, D width, C channels, P pixels of a patch's side. Times run from the picture, 0, to noise, 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.mmdit.data import LENGTH, WORDS
+from upsnb.models.network import Network
+from upsnb.models.transformer import Mlp, attend
+from upsnb.values import PositiveInt, Section
+
+CHANNELS = 3
+EARLIEST = 0.05  # what a velocity divides by at least: near the picture the noise that is left tells nothing
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """What the model must know of the pictures of one size."""
+
+    name: str
+    size: tuple[int, int]  # height and width [pixels]
+    mean: tuple[float, ...]  # per channel in [0, 1], over the training split
+    std: tuple[float, ...]
+
+
+class Shape(Section):
+    """`model.settings` of a params file."""
+
+    width: PositiveInt = 96
+    depth: PositiveInt = 4  # blocks
+    num_heads: PositiveInt = 3
+    mlp_ratio: PositiveInt = 4  # hidden width of an MLP over width
+    patch: PositiveInt = 4  # side of the square that one token holds [pixels]
+
+
+def waves(positions: Tensor, dim: int) -> Tensor:
+    """Cosines and sines of positions (...,), of wavelengths from 2 pi up to 10,000 times that: (..., dim)."""
+    rates = torch.exp(-math.log(10_000) * torch.arange(dim // 2, device=positions.device) / (dim // 2))
+    angles = positions[..., None].float() * rates
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class JointAttention(nn.Module):
+    """Attention among all tokens of both streams, each with projections and QK norms of its own."""
+
+    def __init__(self, dim: int, num_heads: int, readers: int):
+        """`readers`: how many streams read, the picture first; both are read from."""
+        super().__init__()
+        self.num_heads, self.backend = num_heads, "sdpa"
+        self.queries = nn.ModuleList(nn.Linear(dim, dim) for _ in range(readers))
+        self.keys_values = nn.ModuleList(nn.Linear(dim, 2 * dim) for _ in range(2))
+        self.query_norms = nn.ModuleList(nn.RMSNorm(dim // num_heads) for _ in range(readers))
+        self.key_norms = nn.ModuleList(nn.RMSNorm(dim // num_heads) for _ in range(2))
+        self.outputs = nn.ModuleList(nn.Linear(dim, dim) for _ in range(readers))
+
+    def forward(self, *streams: Tensor) -> list[Tensor]:
+        """Both streams, (B, N, D) and (B, L, D) -> what each that reads has found, in its own shape."""
+        queries, keys, values = [], [], []
+        for x, project, norm in zip(streams, self.queries, self.query_norms):
+            queries.append(norm(self._heads(project(x))))
+        for x, project, norm in zip(streams, self.keys_values, self.key_norms):
+            k, v = map(self._heads, project(x).chunk(2, dim=-1))
+            keys.append(norm(k))
+            values.append(v)
+        q, k, v = (torch.cat(parts, dim=2) for parts in (queries, keys, values))
+        # RMSNorm leaves autocast for float32; attention kernels want one dtype. In evaluation torch chooses the kernel:
+        # no metric may depend on how fast the step was made.
+        y = attend(q.to(v.dtype), k.to(v.dtype), v, self.backend if self.training else "sdpa")
+        parts = y.transpose(1, 2).flatten(2).split([x.shape[2] for x in queries], dim=1)
+        return [output(part) for output, part in zip(self.outputs, parts)]
+
+    def _heads(self, x_BND: Tensor) -> Tensor:
+        return x_BND.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Joint attention, then an MLP for each stream, all of it shifted, scaled and gated by the condition (adaLN-Zero).
+
+    Of the last block only the picture goes on, so there the caption has neither queries nor output nor MLP.
+    """
+
+    def __init__(self, dim: int, num_heads: int, hidden_dim: int, last: bool):
+        super().__init__()
+        readers = 1 if last else 2
+        self.norm = nn.LayerNorm(dim, elementwise_affine=False)
+        # shift, scale and gate before attention and before the MLP; who does not read is shifted and scaled once
+        self.modulations = nn.ModuleList(nn.Linear(dim, count * dim) for count in (6, 2 if last else 6))
+        self.attention = JointAttention(dim, num_heads, readers)
+        self.mlps = nn.ModuleList(Mlp(dim, hidden_dim) for _ in range(readers))
+        for modulation in self.modulations:
+            nn.init.zeros_(modulation.weight)
+            nn.init.zeros_(modulation.bias)
+
+    def forward(self, picture_BND: Tensor, caption_BLD: Tensor, condition_BD: Tensor) -> tuple[Tensor, Tensor]:
+        streams = [picture_BND, caption_BLD]
+        changes = [layer(condition_BD)[:, None].split(condition_BD.shape[1], dim=-1) for layer in self.modulations]
+        moved = [self.norm(x) * (1 + change[0]) + change[1] for x, change in zip(streams, changes)]
+        for stream, found in enumerate(self.attention(*moved)):
+            _, _, gate, scale, shift, mlp_gate = changes[stream]
+            x = streams[stream] + gate * found
+            streams[stream] = x + mlp_gate * self.mlps[stream](self.norm(x) * (1 + scale) + shift)
+        return tuple(streams)
+
+
+class MMDiT(Network):
+    """Noised pictures, times and captions in, pictures out, normalised; for pictures of any size of its buckets."""
+
+    def __init__(self, specs: dict[str, BucketSpec], shape: Shape):
+        super().__init__(specs)
+        width, patch = shape.width, shape.patch
+        self.patch, self.width = patch, width
+        for name, spec in specs.items():  # they come with the specs and not with the weights
+            for key in ("mean", "std"):
+                self.register_buffer(f"{name}_{key}", torch.tensor(getattr(spec, key)).view(-1, 1, 1), persistent=False)
+        self.words = nn.Embedding(len(WORDS), width)
+        self.places = nn.Parameter(0.02 * torch.randn(LENGTH, width))
+        self.pixels = nn.Linear(CHANNELS * patch**2, width)
+        self.time = Mlp(width, width)
+        self.summary = nn.Linear(width, width)
+        heads, hidden, depth = shape.num_heads, shape.mlp_ratio * width, shape.depth
+        self.trunk = nn.ModuleList(Block(width, heads, hidden, last=i == depth - 1) for i in range(depth))
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.modulation, self.output = nn.Linear(width, 2 * width), nn.Linear(width, CHANNELS * patch**2)
+        for linear in (self.modulation, self.output):
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.trunk)
+
+    def normalise(self, name: str, pictures_BCHW: Tensor) -> Tensor:
+        """uint8 -> float32 of zero mean and unit variance per channel over the bucket's training split."""
+        return (pictures_BCHW / 255 - getattr(self, f"{name}_mean")) / getattr(self, f"{name}_std")
+
+    def denormalise(self, name: str, x_BCHW: Tensor) -> Tensor:
+        """The way back, to floats that are in [0, 1] where the picture is one."""
+        return x_BCHW * getattr(self, f"{name}_std") + getattr(self, f"{name}_mean")
+
+    def forward(self, z_BCHW: Tensor, time_B: Tensor, tokens_BL: Tensor) -> Tensor:
+        """The picture that a noised one is believed to come from.
+
+        Args:
+            z_BCHW: normalised picture * (1 - time) + standard normal noise * time.
+            time_B: float32 in [0, 1].
+            tokens_BL: int64 ids of the caption's words.
+        Returns:
+            (B, C, H, W) float32, normalised.
+        """
+        rows, columns = (side // self.patch for side in z_BCHW.shape[2:])
+        patches = F.pixel_unshuffle(z_BCHW, self.patch).flatten(2).transpose(1, 2)
+        picture = self.pixels(patches) + self._positions(rows, columns, z_BCHW.device)
+        caption = self.words(tokens_BL)
+        condition = F.silu(self.time(waves(1000 * time_B, self.width)) + self.summary(caption.mean(dim=1)))
+        caption = caption + self.places
+        for block in self.trunk:
+            picture, caption = block(picture, caption, condition)
+        scale, shift = self.modulation(condition)[:, None].chunk(2, dim=-1)
+        y = self.output(self.norm(picture) * (1 + scale) + shift).float()
+        return F.pixel_shuffle(y.transpose(1, 2).unflatten(2, (rows, columns)), self.patch)
+
+    def _positions(self, rows: int, columns: int, device) -> Tensor:
+        """Where patches lie, counted from the middle so that all buckets share it, (N, D)."""
+        axes = [
+            waves(torch.arange(count, device=device) - (count - 1) / 2, self.width // 2) for count in (rows, columns)
+        ]
+        down, right = axes[0][:, None].expand(-1, columns, -1), axes[1].expand(rows, -1, -1)
+        return torch.cat((down, right), dim=-1).flatten(0, 1)
+
+    def velocity(self, z_BCHW: Tensor, time_B: Tensor, tokens_BL: Tensor) -> Tensor:
+        """Where a noised picture moves as time rises: noise minus picture, (B, C, H, W) float32.
+
+        The network says the picture and not the velocity: pictures are simpler than noise (arXiv 2511.13720).
+        """
+        time = time_B.clamp_min(EARLIEST).view(-1, 1, 1, 1)
+        return (z_BCHW - self(z_BCHW, time_B, tokens_BL)) / time
