@@ -162,12 +162,11 @@ def workloads(report: Mapping) -> str:
                 "reached": number(reached["error"], 3),
                 "without a model": f"{reached['baseline']} {number(reached['baseline_error'], 3)}",
                 "trained [s]": number(own["train_time_s"], 3),
-                f"{own['unit']}/s": number(own["samples_per_s"]["median"], 3),
+                "speed": f"{own['samples_per_s']['median']:,.0f} {own['unit']}/s",
                 "phases over none": factor(compared["speedup"]),
                 "their error over its": number(compared["error_ratio"][dataset], 3),
                 "`gc.collect()` [ms]": number(found["collecting_ms"], 3),
             }
-            row["units a second"] = f"{row.pop(own['unit'] + '/s')} {own['unit']}"
             rows.append(row)
     return f"{where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
 
