@@ -120,7 +120,9 @@ def num_bytes(spec: Spec, proteins: int, pairs: int) -> int:
 
 
 def info_nce(vectors_B22S: Tensor, partners: Tensor, binds: Tensor) -> Tensor:
-    """Each binder is to be told from the batch's other pairs, either way round (arXiv 1807.03748).
+    """Each binder is to be told from the microbatch's other pairs, either way round (arXiv 1807.03748).
+
+    What changes the size of a rank's microbatch changes how hard that is, and so this loss.
 
     Args:
         vectors_B22S: of both chains, each as first and as second partner.

@@ -29,6 +29,7 @@ SPLITS = ("train", "validation", "test")
 SHARD = 2**27  # tokens of one shard at most
 PIECE = re.compile(r" ?\w+|\s|[^\w\s]")  # words with the space before them, signs
 LEARNED = 2**21  # characters that a vocabulary is taken from
+VERSION = 2  # of shards, and of what is generated
 DOCUMENT_END = "\f"  # in a text file; the end of a file is one as well
 
 
@@ -39,44 +40,35 @@ PLACES = [a + b for a in ("Ash", "Birch", "Clay", "Dun", "East", "Fern") for b i
 TRADES = "baker cooper dyer farmer fisher glazier joiner mason miller potter saddler smith tailor weaver".split()
 ANIMALS = "cat cow crow dog duck goat goose hare horse mule owl pig sheep toad".split()
 COLOURS = "black blue brown green grey red white yellow".split()
-KEY = "{name} keeps the key in{place}."  # what a needle says, and haystacks say of others
+KEY = "{name} {place} keeps the key."  # what a needle says, and haystacks say of others
 SENTENCES = (
-    "{name} the {trade} lives in{place}.",
-    "The {animal} of {name} is {colour}.",
-    "On market day {name} the {trade} walks with the {animal} from{place} to{other}.",
-    "In{place} they ask {name} for the {colour} {animal}.",
-    "{name} and {friend} meet in{place}, as they do each year.",
-    "When it rains in{place}, the {trade} stays at home and {name} sings.",
+    "The {trade} {name} {place} has a {colour} {animal}.",
+    "On market day the {trade} {name} {place} walks with the {colour} {animal}.",
+    "The {colour} {animal} sleeps where {name} {place} sings.",
+    "When it rains the {trade} {name} {place} stays at home with the {colour} {animal}.",
+    "They say that {name} {place} was born on the day the {colour} {animal} came.",
     KEY,
 )
 
 
-def fact(template: str, **facts: str) -> str:
-    """A sentence; places come with the space before them, so that each is one piece."""
-    return template.format(**{key: f" {value}" if key in ("place", "other") else value for key, value in facts.items()})
-
-
 def villagers(draws: np.random.Generator, count: int) -> list[dict[str, str]]:
-    """People with a home, a trade, an animal, its colour and a friend, which stay theirs throughout a document."""
-    names = draws.permutation(NAMES)[: count + 1].tolist()
-    chosen = {"place": PLACES, "trade": TRADES, "animal": ANIMALS, "colour": COLOURS}
-    own = {key: draws.permutation(values)[:count].tolist() for key, values in chosen.items()}
-    return [
-        {"name": names[n], "friend": names[n + 1]} | {key: values[n] for key, values in own.items()}
-        for n in range(count)
-    ]
+    """People with a second name, a trade, an animal and its colour, which stay theirs throughout a document."""
+    kinds = {"name": NAMES, "place": PLACES, "trade": TRADES, "animal": ANIMALS, "colour": COLOURS}
+    own = [draws.permutation(values)[:count].tolist() for values in kinds.values()]
+    return [dict(zip(kinds, values)) for values in zip(*own)]
+
+
+def sentence(draws: np.random.Generator, people: list[dict[str, str]]) -> str:
+    """Of one of them, whoever."""
+    return SENTENCES[draws.integers(len(SENTENCES))].format(**people[draws.integers(len(people))])
 
 
 def documents(seed: int) -> Iterator[str]:
     """Documents without end: six people each, told of again and again, so that who has read more knows more."""
     for number in range(2**62):
         draws = np.random.default_rng((seed, number))
-        people = villagers(draws, 6)
-        said = [
-            fact(SENTENCES[draws.integers(len(SENTENCES))], **people[who], other=PLACES[draws.integers(len(PLACES))])
-            for who in draws.integers(len(people), size=int(draws.integers(20, 240)))
-        ]
-        yield " ".join(said)
+        people, count = villagers(draws, 6), int(draws.integers(20, 240))
+        yield " ".join(sentence(draws, people) for _ in range(count))
 
 
 def texts(files: list[Path]) -> Iterator[str]:
@@ -199,7 +191,7 @@ def text_files(settings: Settings, root: Path) -> list[Path]:
 def folder_of(settings: Settings, split: tuple[float, float], root: Path, data: Path) -> Path:
     """Where the shards lie: the name depends on all that they do."""
     known = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in text_files(settings, root)]
-    what = repr((settings.model_copy(update={"needles": 0}), split, known))
+    what = repr((settings.model_copy(update={"needles": 0}), split, known, VERSION))
     return data / f"long_context_{settings.context}_{sha256(what.encode()).hexdigest()[:10]}"
 
 
@@ -362,20 +354,16 @@ def opened(spec: TokenSpec, folder: Path) -> Corpus:
 
 
 def haystack(tokenizer, context: int, depth: float, draws: np.random.Generator, choices: int):
-    """A document in which one sentence says where somebody keeps a key, and the beginning of that sentence again.
+    """A document in which one sentence names somebody in full, and the first name again, which is to be completed.
 
     Returns:
-        at most `context` tokens, and the first tokens of places to choose from, all different, the right one first.
+        at most `context` tokens, and first tokens of second names to choose from, all different, the right one first.
     """
-    people = villagers(draws, 7)
-    asked, others = people[0] | {"place": PLACES[draws.integers(len(PLACES))]}, people[1:]
+    asked, *others = villagers(draws, 7)
     said: list[list[int]] = []
     while sum(map(len, said)) < context - 48:  # room for the needle and the question
-        person = others[draws.integers(len(others))]
-        sentence = fact(SENTENCES[draws.integers(len(SENTENCES))], **person, other=person["place"])
-        said.append(tokenizer.encode(" " * bool(said) + sentence))
-    needle = fact(KEY, **asked)
-    said.insert(round(depth * len(said)), tokenizer.encode(" " + needle))
-    question = tokenizer.encode(" " + needle[: needle.index(" in ") + 3])
-    places = [asked["place"], *draws.permutation(PLACES).tolist()]
-    return [*sum(said, []), *question], [*dict.fromkeys(tokenizer.encode(f" {p}")[0] for p in places)][:choices]
+        said.append(tokenizer.encode(" " * bool(said) + sentence(draws, others)))
+    said.insert(round(depth * len(said)), tokenizer.encode(" " + KEY.format(**asked)))
+    question = tokenizer.encode(f" {asked['name']}")
+    places = (f" {place}" for place in (asked["place"], *draws.permutation(PLACES)))
+    return [*sum(said, []), *question], [*dict.fromkeys(tokenizer.encode(place)[0] for place in places)][:choices]

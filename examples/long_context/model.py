@@ -18,7 +18,7 @@ from upsnb.models.network import Network
 from upsnb.models.transformer import KERNELS, rotate
 
 SIZES = {  # width, blocks, heads, heads of keys and values
-    "tiny": (128, 4, 4, 2),  # for a CPU
+    "tiny": (128, 4, 2, 1),  # for a CPU, where scores cost most: few heads
     "small": (1024, 12, 16, 4),
     "medium": (1536, 18, 24, 6),
     "large": (2048, 24, 32, 8),

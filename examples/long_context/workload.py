@@ -25,7 +25,7 @@ from upsnb.training.losses import Objective
 from upsnb.training.workload import Workload
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)  # of a needle in its haystack: 0 is the beginning
-CHOICES = 8  # places to choose from, at most
+CHOICES = 8  # second names to choose from, at most
 
 
 class NextToken(Objective):

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from examples.mmdit.data import LENGTH, WORDS
 from upsnb.models.network import Network
-from upsnb.models.transformer import Mlp, attend
+from upsnb.models.transformer import Mlp, attend, rotary_table, rotate
 from upsnb.values import PositiveInt, Section
 
 CHANNELS = 3
+REACH = 32  # patches of a unit of rotary positions: waves of 2 to 64 patches
 EARLIEST = 0.05  # what a velocity divides by at least: near the picture the noise that is left tells nothing
 
 
@@ -62,8 +63,11 @@ class JointAttention(nn.Module):
         self.key_norms = nn.ModuleList(nn.RMSNorm(dim // num_heads) for _ in range(2))
         self.outputs = nn.ModuleList(nn.Linear(dim, dim) for _ in range(readers))
 
-    def forward(self, *streams: Tensor) -> list[Tensor]:
-        """Both streams, (B, N, D) and (B, L, D) -> what each that reads has found, in its own shape."""
+    def forward(self, streams: list[Tensor], table: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Both streams, (B, N, D) and (B, L, D) -> what each that reads has found, in its own shape.
+
+        `table` rotates queries and keys of the picture by where their patch lies; words have their place in them.
+        """
         queries, keys, values = [], [], []
         for x, project, norm in zip(streams, self.queries, self.query_norms):
             queries.append(norm(self._heads(project(x))))
@@ -71,6 +75,7 @@ class JointAttention(nn.Module):
             k, v = map(self._heads, project(x).chunk(2, dim=-1))
             keys.append(norm(k))
             values.append(v)
+        queries[0], keys[0] = rotate(queries[0], table), rotate(keys[0], table)
         q, k, v = (torch.cat(parts, dim=2) for parts in (queries, keys, values))
         # RMSNorm leaves autocast for float32; attention kernels want one dtype. In evaluation torch chooses the kernel:
         # no metric may depend on how fast the step was made.
@@ -100,11 +105,11 @@ class Block(nn.Module):
             nn.init.zeros_(modulation.weight)
             nn.init.zeros_(modulation.bias)
 
-    def forward(self, picture_BND: Tensor, caption_BLD: Tensor, condition_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, picture_BND: Tensor, caption_BLD: Tensor, condition_BD: Tensor, table) -> tuple[Tensor, Tensor]:
         streams = [picture_BND, caption_BLD]
         changes = [layer(condition_BD)[:, None].split(condition_BD.shape[1], dim=-1) for layer in self.modulations]
         moved = [self.norm(x) * (1 + change[0]) + change[1] for x, change in zip(streams, changes)]
-        for stream, found in enumerate(self.attention(*moved)):
+        for stream, found in enumerate(self.attention(moved, table)):
             _, _, gate, scale, shift, mlp_gate = changes[stream]
             x = streams[stream] + gate * found
             streams[stream] = x + mlp_gate * self.mlps[stream](self.norm(x) * (1 + scale) + shift)
@@ -121,6 +126,10 @@ class MMDiT(Network):
         for name, spec in specs.items():  # they come with the specs and not with the weights
             for key in ("mean", "std"):
                 self.register_buffer(f"{name}_{key}", torch.tensor(getattr(spec, key)).view(-1, 1, 1), persistent=False)
+            rows, columns = (torch.arange(side // patch) / REACH for side in spec.size)
+            table = rotary_table(torch.cartesian_prod(rows, columns), (False, False), width // shape.num_heads)
+            for key, value in zip(("cos", "sin"), table):
+                self.register_buffer(f"{name}_{key}", value, persistent=False)
         self.words = nn.Embedding(len(WORDS), width)
         self.places = nn.Parameter(0.02 * torch.randn(LENGTH, width))
         self.pixels = nn.Linear(CHANNELS * patch**2, width)
@@ -145,40 +154,33 @@ class MMDiT(Network):
         """The way back, to floats that are in [0, 1] where the picture is one."""
         return x_BCHW * getattr(self, f"{name}_std") + getattr(self, f"{name}_mean")
 
-    def forward(self, z_BCHW: Tensor, time_B: Tensor, tokens_BL: Tensor) -> Tensor:
+    def forward(self, name: str, z_BCHW: Tensor, time_B: Tensor, tokens_BL: Tensor) -> Tensor:
         """The picture that a noised one is believed to come from.
 
         Args:
+            name: bucket, one of `specs`.
             z_BCHW: normalised picture * (1 - time) + standard normal noise * time.
             time_B: float32 in [0, 1].
             tokens_BL: int64 ids of the caption's words.
         Returns:
             (B, C, H, W) float32, normalised.
         """
-        rows, columns = (side // self.patch for side in z_BCHW.shape[2:])
+        grid = tuple(side // self.patch for side in z_BCHW.shape[2:])
+        table = getattr(self, f"{name}_cos"), getattr(self, f"{name}_sin")
         patches = F.pixel_unshuffle(z_BCHW, self.patch).flatten(2).transpose(1, 2)
-        picture = self.pixels(patches) + self._positions(rows, columns, z_BCHW.device)
-        caption = self.words(tokens_BL)
+        picture, caption = self.pixels(patches), self.words(tokens_BL)
         condition = F.silu(self.time(waves(1000 * time_B, self.width)) + self.summary(caption.mean(dim=1)))
         caption = caption + self.places
         for block in self.trunk:
-            picture, caption = block(picture, caption, condition)
+            picture, caption = block(picture, caption, condition, table)
         scale, shift = self.modulation(condition)[:, None].chunk(2, dim=-1)
         y = self.output(self.norm(picture) * (1 + scale) + shift).float()
-        return F.pixel_shuffle(y.transpose(1, 2).unflatten(2, (rows, columns)), self.patch)
+        return F.pixel_shuffle(y.transpose(1, 2).unflatten(2, grid), self.patch)
 
-    def _positions(self, rows: int, columns: int, device) -> Tensor:
-        """Where patches lie, counted from the middle so that all buckets share it, (N, D)."""
-        axes = [
-            waves(torch.arange(count, device=device) - (count - 1) / 2, self.width // 2) for count in (rows, columns)
-        ]
-        down, right = axes[0][:, None].expand(-1, columns, -1), axes[1].expand(rows, -1, -1)
-        return torch.cat((down, right), dim=-1).flatten(0, 1)
-
-    def velocity(self, z_BCHW: Tensor, time_B: Tensor, tokens_BL: Tensor) -> Tensor:
+    def velocity(self, name: str, z_BCHW: Tensor, time_B: Tensor, tokens_BL: Tensor) -> Tensor:
         """Where a noised picture moves as time rises: noise minus picture, (B, C, H, W) float32.
 
         The network says the picture and not the velocity: pictures are simpler than noise (arXiv 2511.13720).
         """
         time = time_B.clamp_min(EARLIEST).view(-1, 1, 1, 1)
-        return (z_BCHW - self(z_BCHW, time_B, tokens_BL)) / time
+        return (z_BCHW - self(name, z_BCHW, time_B, tokens_BL)) / time

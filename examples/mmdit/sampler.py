@@ -38,9 +38,9 @@ def sample(
 
     def velocity(z: Tensor, time: float) -> Tensor:
         if guidance == 1:
-            return model.velocity(z, torch.full((len(z),), time, device=z.device), tokens_BL)
+            return model.velocity(name, z, torch.full((len(z),), time, device=z.device), tokens_BL)
         times = torch.full((2 * len(z),), time, device=z.device)
-        told, untold = model.velocity(torch.cat((z, z)), times, both).chunk(2)
+        told, untold = model.velocity(name, torch.cat((z, z)), times, both).chunk(2)
         return untold + guidance * (told - untold)
 
     times = torch.linspace(1, 0, steps + 1).tolist()

@@ -125,7 +125,7 @@ class FlowObjective(Objective):
 def flow_errors(model: MMDiT, name: str, pictures: Tensor, tokens: Tensor, time_B: Tensor, drawn: Tensor) -> Tensor:
     """Squared error of the velocity, mean over each picture, (B,) float32."""
     x, time = model.normalise(name, pictures), time_B.view(-1, 1, 1, 1)
-    velocity = model.velocity((1 - time) * x + time * drawn, time_B, tokens)
+    velocity = model.velocity(name, (1 - time) * x + time * drawn, time_B, tokens)
     return (velocity.float() - (drawn - x)).square().mean(dim=(1, 2, 3))
 
 
@@ -153,7 +153,7 @@ class TextToPicture(Workload):
 
     def _problems(self) -> Iterator[Problem]:
         width, heads, patch, least = self.shape.width, self.shape.num_heads, self.shape.patch, len(data.NUMBERS)
-        if width % heads or width % 4:
+        if width % (4 * heads):
             yield Problem(
                 "model.settings.width", f"{width} is not shared by {heads} heads", "choose a multiple of both"
             )

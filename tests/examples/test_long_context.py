@@ -16,6 +16,7 @@ from upsnb.memory import measure
 from upsnb.memory.predict import predict
 from upsnb.report import figures, results
 from upsnb.runs import handle
+from upsnb.training import compiling
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
 from upsnb.widgets.progress import Progress
@@ -107,7 +108,7 @@ def test_a_question_has_one_answer_in_its_haystack():
     for number, depth in enumerate((0.0, 0.5, 1.0)):
         tokens, choices = haystack(tokenizer, 500, depth, np.random.default_rng(number), 8)
         text = tokenizer.decode(tokens)
-        *_, question = text.split(". ")
+        *_, question = text.split()
         told = [text[at:] for at in range(len(text)) if text.startswith(question, at)]
         assert len(tokens) <= 500 and len(set(choices)) == 8 and len(told) == 2, "said once, asked once"
         assert told[0].startswith(question + tokenizer.decode(choices[:1]))
@@ -270,10 +271,26 @@ def test_a_run_says_tokens_and_perplexity_and_leaves_its_figures(config, train_h
 
 
 @pytest.mark.slow
-def test_two_ranks_train_one_model_and_share_the_evaluation(config, tmp_path):
+def test_blocks_are_one_graph_and_compiling_changes_no_loss(setup, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")  # all of the compiler but its code generation
+    torch._dynamo.reset()
+    counter, losses = compiling.CompileCounter(), []
+    for on in (False, True):
+        made = setup(**{"training.compile": on})
+        losses.append(made.step(made.loader.peek(), 0)[0])
+    found = counter.read()
+    assert torch.allclose(*losses, rtol=1e-5)
+    assert (found.graphs, found.graph_breaks, found.recompiles) == (1, 0, 0), found
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_two_ranks_train_one_model_and_share_the_evaluation(config, tmp_path, sharded):
+    several = {"training.num_gpus": 2, "training.batch_size": 4, "training.use_fsdp2": sharded}
     one, two = (
-        handle.start(config(**{"training.num_gpus": ranks, "training.batch_size": 8 // ranks}), tmp_path / str(ranks))
-        for ranks in (1, 2)
+        handle.start(config(**overlay), tmp_path / str(number))
+        for number, overlay in enumerate(({"training.batch_size": 8}, several))
     )
     curves, found = [], []
     for run in (one, two):

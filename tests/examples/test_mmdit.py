@@ -15,6 +15,7 @@ from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError
 from upsnb.memory import measure
 from upsnb.memory.predict import predict
+from upsnb.models.transformer import rotary_table
 from upsnb.report import figures, results
 from upsnb.runs import handle, runfolder
 from upsnb.training.compiling import CompileCounter
@@ -137,49 +138,56 @@ def inputs(size=(32, 32), count=4):
 def test_both_streams_read_each_other(perturb):
     block = perturb(Block(16, 2, 32, last=False))
     picture, caption, condition = torch.randn(1, 6, 16), torch.randn(1, 4, 16), torch.randn(1, 16)
-    before = block(picture, caption, condition)
-    nudged = block(picture, caption + torch.eye(4, 16)[None], condition), block(picture + 1.0, caption * 1.0, condition)
-    assert (nudged[0][0] - before[0]).abs().amax(-1).min() > 1e-6, "every token of the picture reads the caption"
-    shifted = block(picture + torch.eye(6, 16)[None], caption, condition)
+    rest = condition, rotary_table(torch.rand(6, 2), (False, False), 8)
+    before = block(picture, caption, *rest)
+    nudged = block(picture, caption + torch.eye(4, 16)[None], *rest)
+    assert (nudged[0] - before[0]).abs().amax(-1).min() > 1e-6, "every token of the picture reads the caption"
+    shifted = block(picture + torch.eye(6, 16)[None], caption, *rest)
     assert (shifted[1] - before[1]).abs().amax(-1).min() > 1e-6, "every word reads the picture"
 
 
 def test_a_new_block_hands_on_what_it_was_given():
     picture, caption = torch.randn(2, 6, 16), torch.randn(2, 4, 16)
-    for mine, theirs in zip(Block(16, 2, 32, last=False)(picture, caption, torch.randn(2, 16)), (picture, caption)):
-        assert torch.equal(mine, theirs)
+    table = rotary_table(torch.rand(6, 2), (False, False), 8)
+    for last in (False, True):
+        made = Block(16, 2, 32, last)(picture, caption, torch.randn(2, 16), table)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, (picture, caption)))
 
 
 def test_places_words_and_time_all_matter(perturb):
     model, (z, time, tokens) = make_model(perturb), inputs()
-    said = model(z, time, tokens)
+    said = model("square", z, time, tokens)
     assert said.shape == z.shape and said.dtype == torch.float32
-    assert not torch.allclose(said, model(z, time, tokens.roll(1, 0)), atol=1e-5)
-    assert not torch.allclose(said, model(z, 1 - time, tokens), atol=1e-5)
-    turned = model(z.flip(3), time, tokens).flip(3)
+    assert not torch.allclose(said, model("square", z, time, tokens.roll(1, 0)), atol=1e-5)
+    assert not torch.allclose(said, model("square", z, 1 - time, tokens), atol=1e-5)
+    turned = model("square", z.flip(3), time, tokens).flip(3)
     assert not torch.allclose(said, turned, atol=1e-5)
+    moved = model("square", z.roll(4, 3), time, tokens).roll(-4, 3)  # whole patches: what is in them stays
+    assert not torch.allclose(said, moved, atol=1e-5)
     left, right = (
         torch.tensor([data.encode(f"a red circle {where} of a blue square")] * 4) for where in ("left", "right")
     )
-    assert not torch.allclose(model(z, time, left), model(z, time, right), atol=1e-6)
+    assert not torch.allclose(model("square", z, time, left), model("square", z, time, right), atol=1e-6)
     swapped = torch.tensor([data.encode("a blue square left of a red circle")] * 4)
-    assert not torch.allclose(model(z, time, left), model(z, time, swapped), atol=1e-6), "the order of words matters"
+    assert not torch.allclose(model("square", z, time, left), model("square", z, time, swapped), atol=1e-6), (
+        "the order of words matters"
+    )
 
 
 def test_a_batch_is_no_more_than_its_rows(perturb):
     model, (z, time, tokens) = make_model(perturb), inputs()
-    rows = torch.cat([model(z[i : i + 1], time[i : i + 1], tokens[i : i + 1]) for i in range(4)])
-    torch.testing.assert_close(model(z, time, tokens), rows, rtol=1e-4, atol=1e-5)
+    rows = torch.cat([model("square", z[i : i + 1], time[i : i + 1], tokens[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(model("square", z, time, tokens), rows, rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_is_zero_for_the_true_velocity_alone():
     model, (noise, time, tokens) = make_model(), inputs()
     pictures = torch.from_numpy(data.generate(4, (32, 32), 0)[0])
     objective, x = FlowObjective(model, None, 0.0), model.normalise("square", pictures)
-    model.forward = lambda z, times, words: x
+    model.forward = lambda name, z, times, words: x
     late = time.clamp_min(0.06)  # earlier, velocities are those of time 0.05
     assert objective.flow("square", pictures, tokens, late, noise).item() == pytest.approx(0, abs=1e-8)
-    model.forward = lambda z, times, words: x + 0.1 * times.view(-1, 1, 1, 1)
+    model.forward = lambda name, z, times, words: x + 0.1 * times.view(-1, 1, 1, 1)
     assert objective.flow("square", pictures, tokens, late, noise).item() == pytest.approx(0.01, rel=1e-3)
     torch.testing.assert_close(model.denormalise("square", x), pictures / 255)
 
@@ -212,7 +220,7 @@ class Straight:
     def __init__(self, pictures, unknown, curved=0.0):
         self.pictures, self.unknown, self.curved = pictures, unknown, curved
 
-    def velocity(self, z, time, tokens):
+    def velocity(self, name, z, time, tokens):
         time = time.view(-1, 1, 1, 1)
         if self.curved:
             return self.curved * time**2 + 0 * z

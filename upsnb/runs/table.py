@@ -36,6 +36,8 @@ COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps
     "samples_per_s": "float64",
     "ci95_low": "float64",
     "ci95_high": "float64",
+    "unit": "string",
+    "metric": "string",
     "dollars": "float64",
     "cause": "string",
     "tags": "string",
@@ -57,7 +59,7 @@ def table(root: Path | str | None = None) -> pd.DataFrame:
         `split`: the reported one of a run that got there, else of its last validation. Of distinct samples alone where
         the split leaks.
         samples_per_s, ci95_low, ci95_high: median while steady and its 95 % interval, of the whole run where it has a
-        report, else of its last steps.
+        report, else of its last steps. unit: what they count. metric: what nrmse_<dataset> holds, by whatever name.
         dollars: what the machine cost so far, where `cost.price_per_hour` was said.
         cause: why the run failed or died, or the folder cannot be read. tags, note: what people wrote (`Run.annotate`).
 
@@ -116,6 +118,8 @@ class _Row(Shape):
     steps: Count
     stage: str | None
     split: str | None
+    unit: str | None
+    metric: str | None
     samples_per_s: float | None
     ci95_low: float | None
     ci95_high: float | None
@@ -171,6 +175,7 @@ def _reported(report: dict) -> dict:
         **{key: report[key] for key in ("train_time_s", "num_ranks", "device", "steps")},
         "phases_on": ", ".join(report["phases_on"]),
         **_speed(report["samples_per_s"]),
+        **_names(report),
         "dollars": report.get("cost", {}).get("dollars"),  # older ones have none
         **_headlines(report["datasets"]),
     }
@@ -191,6 +196,7 @@ def _followed(folder: Path, damage: list[str]) -> dict:
         "steps": step.get("step", 0),
         "phases_on": None if phases_on is None else ", ".join(phases_on),
         **_speed(steady_throughput(newest_events(folder, ("segment", "step"), TAIL_BYTES))),
+        **_names(start),
         "dollars": runfolder.costs(folder)["dollars"],
         **_headlines(evaluation.get("datasets", {})),
     }
@@ -200,6 +206,11 @@ def _validated(folder: Path) -> dict:
     """Of one that reported no errors, those of its last validation."""
     last = last_events(folder, ("eval",))
     return {"nrmse": last["eval"]["val_nrmse"], "split": last["eval"]["split"]} if last else {}
+
+
+def _names(said: dict) -> dict:
+    """What throughput and errors are called; those of fields where nothing says."""
+    return {"unit": said.get("unit", "samples"), "metric": said.get("metric", "nRMSE")}
 
 
 def _speed(throughput: dict) -> dict:

@@ -87,8 +87,8 @@ def label(row: pd.Series) -> str:
         row["status"],
         f"{row['created']:%Y-%m-%d %H:%M}",
         f"{row['steps']:,} steps" if pd.notna(row["steps"]) else "",
-        f"{row['samples_per_s']:.4g} samples/s" if pd.notna(row["samples_per_s"]) else "",
-        f"nRMSE {', '.join(errors)}" if errors else "",
+        f"{row['samples_per_s']:.4g} {row['unit']}/s" if pd.notna(row["samples_per_s"]) else "",
+        f"{row['metric']} {', '.join(errors)}" if errors else "",
         row["cause"] if pd.notna(row["cause"]) else "",
     ]
     return "  \u00b7  ".join(filter(None, facts))
