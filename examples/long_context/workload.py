@@ -138,8 +138,8 @@ def _by_context(model: Decoder, corpus: Corpus, sample: int, unigram: np.ndarray
     targets, owner = targets[0].cpu().numpy(), documents[0].cpu().numpy()
     known = targets != IGNORED
     read = 1 + np.arange(len(owner)) - np.searchsorted(owner, owner)
-    bins = np.log2(read[known]).astype(int)
-    size = int(np.log2(corpus.spec.context)) + 1
+    size = int(np.ceil(np.log2(corpus.spec.context)))
+    bins = np.minimum(np.log2(read[known]).astype(int), size - 1)  # a whole chunk is read once: no point of its own
     plain = -float(unigram[targets[known]].sum())
     return np.bincount(bins, losses[known], size), np.bincount(bins, minlength=size), plain
 
