@@ -102,10 +102,7 @@ def judging(result: Mapping) -> Mapping:
 
 
 def headline(result: Mapping) -> float | None:
-    """The error that judges: nRMSE rolled out to the end of the trajectory, or of one call where there is no time.
-
-    Of another workload, whatever its metric is.
-    """
+    """The error that judges: nRMSE, rolled out to the end where there is a time; of another workload its metric."""
     numbers = judging(result)
     return numbers.get("rollout_nrmse_mean", numbers.get("nrmse_mean", numbers.get("error")))
 

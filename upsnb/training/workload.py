@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -22,9 +22,6 @@ from upsnb.models.network import Network
 from upsnb.overlays import project_root
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FORMAT = 1  # of evaluation.json
 
@@ -72,23 +69,14 @@ class Workload(ABC):
         """A microbatch of zeros, to predict memory and count operations with."""
 
     @abstractmethod
-    def evaluate(
-        self,
-        model: Network,
-        datasets: Mapping[str, Any],
-        split: str,
-        ranks: Any,
-        alive: Callable[[], None],
-        fraction: float = 1.0,
-        examples: Path | None = None,
-        final: bool = False,
-    ) -> dict[str, dict]:
+    def evaluate(self, model, datasets, split, ranks, alive, fraction=1.0, examples=None, final=False) -> dict:
         """What the model reaches on a split, the same on every rank; all ranks enter, each takes a share.
 
         Args:
+            ranks: parallel.Ranks.
             alive: to be called now and then, so that a long evaluation is not taken for a hang.
             fraction: of the split's samples, the same ones each time.
-            examples: file for arrays that figures are drawn of; rank 0 may write it.
+            examples: path of a file for arrays that figures are drawn of; rank 0 may write it.
             final: this is the split that is reported on.
         Returns:
             {dataset: {"num_samples", "error": the metric, "baseline" and "baseline_error": what is reached without a
@@ -99,7 +87,7 @@ class Workload(ABC):
         """Write evaluation.json: the results of a split. May be written, to add what they stand on."""
         write_results(folder, results, split, weights)
 
-    def figures(self, drawn) -> dict[str, Callable[[], Figure]]:
+    def figures(self, drawn) -> dict[str, Callable]:
         """What a run's results look like, by file name; `drawn` is its `RunFigures`. May be written."""
         return {}
 
