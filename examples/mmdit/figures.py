@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from textwrap import fill
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def grid(rows: dict[str, tuple[np.ndarray, list[str]]], title: str) -> Figure:
             missed = [key for key, right in judge.verdict(caption, picture).items() if not right]
             ax.imshow(picture.transpose(1, 2, 0), interpolation="nearest")
             ax.set_title(caption.replace(" a ", "\na "), fontsize=6)
-            ax.set_xlabel(f"not: {', '.join(missed)}" if missed else "all there", fontsize=6)
+            ax.set_xlabel(fill(f"not: {', '.join(missed)}", 19) if missed else "all there", fontsize=6)
             ax.set(xticks=[], yticks=[])
         axes[0].set_ylabel(name)
         for ax in axes[len(pictures) :]:

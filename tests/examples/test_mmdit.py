@@ -445,6 +445,7 @@ def test_a_run_reports_in_its_own_words_and_draws_its_figures(run):
     for key, draw in drawn.all().items():
         text = " ".join(label.get_text() for label in draw().findobj(lambda artist: hasattr(artist, "get_text")))
         assert "nRMSE" not in text and ("samples/s" not in text), key
+    assert len(example_figures.true_samples(workload_of(run.config).open(folder, print), count=3).png) > 5000
     assert len(example_figures.ask(run, "wide", ["two red circles", "a blue square"], count=2).png) > 5000
 
 
