@@ -646,6 +646,7 @@ TWO = {"training.num_gpus": 2, "training.batch_size": 8, "optimizer.name": "adam
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_train_what_one_trains(config, train_here, tmp_path):
     """But for the contrastive loss, whose counter-examples are those of a rank's microbatch."""
     overlay = {**TWO, "data.workload_settings.contrastive": 0}

@@ -285,7 +285,7 @@ def test_blocks_are_one_graph_and_compiling_changes_no_loss(setup, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ddp", "fsdp2"])
 def test_two_ranks_train_one_model_and_share_the_evaluation(config, tmp_path, sharded):
     several = {"training.num_gpus": 2, "training.batch_size": 4, "training.use_fsdp2": sharded}
     one, two = (
