@@ -23,6 +23,7 @@ OTHER = {  # a valid value that is not the default, for settings whose type does
     "optimizer.foreach": True,
     "guards.validation_reference": "outputs/baseline",
     "model.settings": {"width": 8},
+    "data.workload_settings": {"context": 96},
     "data.mixing.from_epoch": {"darcy": 1},
 }
 OTHER |= {f"stages.{stage}.optimizer": {"lr": 1e-4} for stage in configs.StagesConfig.model_fields}
@@ -32,6 +33,8 @@ NEEDS = {
     "training.lambda_boundary": {"operator.walls": "free"},
     "optimizer.lr_scaling": {"optimizer.lr_reference_batch": 96},
     "cost.budget": {"cost.price_per_hour": 1.0},
+    "data.workload": {"data.datasets": {}},
+    "data.workload_settings": {"data.workload": "examples/text.py:Text", "data.datasets": {}},
     "stages.consistency_distill.epochs": {"stages.diff_residual.epochs": 1},
     "operator.rollout": {"training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0},
 }
@@ -100,6 +103,11 @@ def test_every_setting_round_trips_through_disk(path, tmp_path):
     written = get(loaded.model_dump(mode="json"), path)
     if not isinstance(value, dict):
         assert written == value and type(written) is type(value)
+
+
+def test_settings_of_a_workload_without_one_are_refused():
+    with pytest.raises(ConfigError, match="data.workload_settings: are for a workload, and fields have none -> "):
+        validate({"data": {"workload_settings": {"context": 96}}})
 
 
 def test_saved_config_holds_every_default(tmp_path):

@@ -75,6 +75,13 @@ def contradictions(config) -> list[Problem]:
     require(bool(datasets) or not fields, "data.datasets", "is empty", "name at least one dataset")
     remedy = "set data.datasets to {}, and describe them in data.workload_settings"
     require(not datasets or fields, "data.datasets", "are fields, and data.workload brings its own", remedy)
+    remedy = "set data.workload, or leave them out"
+    require(
+        not (config.data.workload_settings and fields),
+        "data.workload_settings",
+        "are for a workload, and fields have none",
+        remedy,
+    )
     for name in () if fields else (name for name in stages if name != "operator"):
         require(False, f"stages.{name}.epochs", "is a stage of fields, and data.workload has one alone", "set it to 0")
     for path, width in (

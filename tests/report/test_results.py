@@ -18,6 +18,7 @@ from upsnb.runs.processes import process_identity
 from upsnb.training.evaluation import read_samples
 
 KEYS = {
+    *("unit", "metric"),
     *(
         "format",
         "kind",
