@@ -71,7 +71,9 @@ def attend(x):
 
 
 @pytest.mark.slow
-def test_kernels_of_a_graph_are_one_file_and_compute_the_same_to_the_last_bit(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cores", [1, 2])  # with one, torch compiles in this process, under the lock of the file
+def test_kernels_of_a_graph_are_one_file_and_compute_the_same_to_the_last_bit(tmp_path, monkeypatch, cores):
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", cores)
     found, libraries, x = [], [], torch.randn(2, 40, 24)
     for own in ("cpp_pybinding", "wait"):  # put back after the test
         method = getattr(compiler.AsyncCompile, own)

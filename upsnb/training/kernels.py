@@ -89,8 +89,9 @@ def compile_together() -> None:
         kernels, threads = vars(self).pop("kernels", []), compiler.get_compile_threads()
         kernels = [kernel for kernel in kernels if fits(kernel.source)]
         files = min(max(1, min(threads, len(kernels) // LEAST)), len(kernels))
+        submit = self.submit if threads > 1 else None  # one core works at once, under a lock that it holds already
         with contextlib.suppress(Exception):  # torch's inside is no promise, and there is a way without
-            begun = [begin(kernels[number::files], bindings, self.submit) for number in range(files)]
+            begun = [begin(kernels[number::files], bindings, submit) for number in range(files)]
             for finish in begun:
                 finish()
         for name, value in scope.items():
@@ -107,7 +108,7 @@ def fits(source: str) -> bool:
     return directives <= {"include", "pragma"} and len(ENTRY.findall(source)) == source.count('extern "C"') == 1
 
 
-def begin(kernels: list[Kernel], bindings: type, submit: Callable) -> Callable[[], None]:
+def begin(kernels: list[Kernel], bindings: type, submit: Callable | None) -> Callable[[], None]:
     """Begin to compile kernels as one file; what is returned waits for it, and gives each what Python calls.
 
     Each is in a namespace of its own, together with the Python module that torch writes around it; the library has as
