@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_runs import START, TOKENS
 from real_files import SMALL_FILES
 
 from upsnb import overlays
@@ -60,6 +61,13 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+@pytest.fixture
+def of_tokens(monkeypatch):
+    """Runs that are made up are of a language model, as their start events say."""
+    for key, value in TOKENS.items():
+        monkeypatch.setitem(START, key, value)
 
 
 @pytest.fixture

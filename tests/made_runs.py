@@ -14,6 +14,7 @@ START = {
     "num_ranks": 1, "device": "cpu", "parameters": 1234, "total_steps": 100, "time_limit_s": None,
     "samples_per_step": 16, "datasets": {"waves": {"pairs": 9}},
 }  # fmt: skip
+TOKENS = {"unit": "tokens", "metric": "perplexity"}  # what a start event of a language model says beside it
 END = {
     "reason": "time", "train_time_s": 9.5, "epochs": 2, "peak_memory_gib": [0.25, 0.5],
     "memory_kind": "resident set, peak",

@@ -4,7 +4,7 @@ import json
 
 import pandas as pd
 import pytest
-from made_runs import CONFIG, END, START, step, write_run
+from made_runs import CONFIG, END, START, TOKENS, step, write_run
 
 from upsnb import overlays
 from upsnb.compare import board, board_pages
@@ -214,3 +214,27 @@ def test_page_csv_and_tables_say_the_same(tmp_path):
     assert tuple(frame.loc[0, ["rank", "nRMSE", "95 % low", "95 % high"]]) == (1, 0.12, 0.10, 0.14), (
         "numbers, as they are"
     )
+
+
+def test_a_board_of_another_workload_calls_its_error_by_its_name(of_tokens, tmp_path):
+    seeds(tmp_path / "runs", "decoder", (7.0, 8.0, 9.0))
+    for number, path in enumerate(sorted(tmp_path.glob("runs/*/evaluation.json"))):
+        found = json.loads(path.read_text())
+        own = {"num_samples": 3, "error": 7.0 + number, "baseline": "unigrams", "baseline_error": 99.0}
+        found["datasets"]["waves"]["test"] = {**own, "protocol": TERMS}
+        path.write_text(json.dumps(found))
+    report = board.board([tmp_path / "runs"])
+    page, csv, _ = board_pages.write(report, tmp_path / "board")
+    ranking = board_pages.tables(report)[f"waves: ranking (protocol {report['tables'][0]['id']})"]
+    assert ranking["perplexity"].to_dict() == {"decoder": "8", "unigrams": "99"} and ranking["rank"].iloc[0] == "1"
+    assert "<dt>perplexity</dt>" in page.read_text() and "(perplexity without a model: " in board.summary(report)
+    assert "nRMSE" not in page.read_text() + csv.read_text() + board.summary(report)
+
+
+def test_errors_of_two_names_share_no_table(tmp_path):
+    make(tmp_path / "one")
+    make(tmp_path / "two", extra=[{"kind": "start", "step": 3, **START, **TOKENS}])
+    tables = board.board([tmp_path])["tables"]
+    assert {table["protocol"].get("metric") for table in tables} == {None, "perplexity"}
+    named = ["nRMSE" in board_pages.columns(table)["ranking"] for table in tables]
+    assert sorted(named) == [False, True]

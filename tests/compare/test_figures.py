@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from figure_checks import check
-from made_runs import finished, step, write_run
+from made_runs import START, TOKENS, finished, step, write_run
 
 from upsnb.compare import figures, ladder, ladder_figures, scaling_figures, verdict
 from upsnb.compare.verdict import NOISE
@@ -115,6 +115,23 @@ def test_an_overlay_of_nothing_or_over_something_else_is_an_error(tmp_path):
         figures.overlay([])
     with pytest.raises(RunError, match="step or seconds"):
         figures.overlay([finished(tmp_path / "run")], "epochs")
+
+
+def test_an_overlay_names_unit_and_error_of_its_runs(of_tokens, tmp_path):
+    started = write_run(tmp_path / "run", [], status="running")  # it has not said yet what it is
+    figure = figures.overlay([started, finished(tmp_path / "other")])
+    _, validation, throughput = figure.axes
+    assert validation.get_ylabel() == "validation perplexity [-]" and throughput.get_ylabel() == "throughput [tokens/s]"
+    assert "validation perplexity at last" in " ".join(figure.get_suptitle().split())
+
+
+def test_an_overlay_of_two_workloads_names_both_errors(tmp_path):
+    other = finished(tmp_path / "other")
+    writer = runfolder.EventWriter(other.folder)
+    writer.write("start", 59, **START, **TOKENS)
+    writer.close()
+    _, validation, _ = figures.overlay([finished(tmp_path / "run"), other]).axes
+    assert validation.get_ylabel() == "validation nRMSE or perplexity [-]"
 
 
 # -- ladder and scaling --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from made_runs import START
 
 from upsnb import hardware, overlays
 from upsnb.compare import ladder, ladder_figures
@@ -148,7 +149,7 @@ def measure(monkeypatch, tmp_path):
         def start(config, folder):
             if folder.name == broken:
                 raise RunError(f"{folder}: rank 0 raised ValueError\nand more")
-            return SimpleNamespace(end=lambda: None)
+            return SimpleNamespace(end=lambda: None, events=[{"kind": "start", **START}])
 
         def beside(reference, config, folder, *arguments):
             ratio = {"median": 1.5, "ci95": [1.4, 1.6], "num_rounds": 3}
@@ -201,3 +202,14 @@ def test_a_search_that_trained_nothing_is_a_table_too():
     tried = [{"change": "compile", "ratio": {"median": 0.9, "ci95": [0.8, 1.0], "num_rounds": 3}, "kept": False}]
     table = ladder_figures.tried({"recommended": recommended(tried=tried, accuracy={})})
     assert table.loc[0].tolist()[2:] == ["-", "-", "no"]
+
+
+def test_a_ladder_of_another_workload_calls_its_error_by_its_name(of_tokens, measure):
+    report = measure()
+    told = {"all that gains": {"epochs": 2, "nrmse_ratio": 1.01, "tolerance": 1.02, "holds": True}}
+    report["recommended"] = recommended(accuracy=told)
+    phases, tried = ladder_figures.table(report), ladder_figures.tried(report)
+    assert "perplexity ratio alone" in phases and list(tried["perplexity / baseline's"]) == ["1.01"]
+    assert not [column for column in (*phases, *tried) if "nRMSE" in column]
+    del report["metric"]  # as in a report of before
+    assert "nRMSE ratio alone" in ladder_figures.table(report)

@@ -1,8 +1,10 @@
 """Scaling: which configs are compared, what is only a rehearsal, and one small measurement with real ranks."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from made_runs import START
 
 from upsnb import hardware, overlays
 from upsnb.compare import scaling, scaling_figures
@@ -79,3 +81,15 @@ def test_two_ranks_are_measured_beside_one(tiny_config, tmp_path, turns_of_steps
     assert "rehearse" in scaling.summary(made)
     assert scaling_figures.write_figures(tmp_path)["scaling"].stat().st_size > 10_000
     assert list(scaling_figures.table(made)["promised"]) == ["1.7 to 1.9"]
+
+
+def test_scaling_of_another_workload_counts_in_its_unit(of_tokens, tmp_path, monkeypatch):
+    one = SimpleNamespace(events=[{"kind": "start", **START}], end=lambda: None)
+    ratio = {"median": 1.8, "ci95": [1.7, 1.9], "num_rounds": 6}
+    monkeypatch.setattr(hardware, "detect", lambda: CPU)
+    monkeypatch.setattr(scaling.Turns, "start", lambda *_: one)
+    monkeypatch.setattr(scaling, "measure_beside", lambda *_, **__: {"ratio": ratio})
+    report = scaling.measure(BASE, tmp_path, ranks=[2], wrappers=["ddp"], log=lambda text: None)
+    assert "tokens/s" in scaling_figures.table(report) and "samples/s" not in scaling_figures.table(report)
+    del report["unit"]  # as in a report of before
+    assert "samples/s" in scaling_figures.table(report)

@@ -4,12 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from made_runs import make_event
+from made_runs import START, make_event
 
 from upsnb import overlays
 from upsnb.compare import ladder_figures, search
 from upsnb.compare.search import Search, candidates, larger_batch
 from upsnb.hardware import Hardware
+from upsnb.phases import BY_NAME
 
 LAPTOP = Hardware("cpu", 1, "a laptop", 16.0, 2)
 GAINS = {  # of each setting at its value; all others lose
@@ -282,3 +283,18 @@ def test_slow_steps_shorten_a_measurement_and_quick_ones_do_not(tiny_config, tmp
     for _ in seconds:
         made.measure(turns, {})
     assert asked == [search.LEAST_STEPS, search.MOST_STEPS, 180, search.LEAST_STEPS]
+
+
+def test_what_trains_worse_is_refused_by_the_name_that_its_run_gives_the_error(
+    of_tokens, tiny_config, tmp_path, monkeypatch
+):
+    run = SimpleNamespace(wait_for=lambda *_: None, resume=lambda: 1, pause=lambda: 2)
+    live = SimpleNamespace(run=run, events=[{"kind": "start", **START}], end=lambda: None)
+    monkeypatch.setattr(search.Turns, "start", lambda *_: live)
+    monkeypatch.setattr(search.preflight, "foreseen", lambda *_: {})
+    monkeypatch.setattr(Search, "climb", lambda made, _: made.adopted.append(("bf16", BY_NAME["bf16"].on, 1.3)))
+    monkeypatch.setattr(Search, "error", lambda made, name, changes, epochs, seed: 2.0 if changes else 1.0)
+    said = []
+    found = search.recommend(tiny_config(("darcy",)), tmp_path, 1e6, log=said.append)
+    assert list(found["refused"].values()) == ["validation perplexity is 2.000 times the baseline's, equal arms: 1.000"]
+    assert said == ["all that gains: perplexity 2.000 times the baseline's, equal arms up to 1.000"]

@@ -278,3 +278,14 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(tiny_config, tmp_path):
     again = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert again.returncode == 0 and "training" not in again.stdout, "nothing is left to do"
     assert len(table(tmp_path / "out")) == 2
+
+
+def test_a_sweep_of_another_workload_calls_its_error_by_its_name(of_tokens, tmp_path, trained):
+    trained.errors = {0.001: {"status": "failed", "cause": "it broke"}, 0.002: 9.0}
+    report = sweep.run(sweep.plan(CONFIG, grid={"lr": [0.001, 0.002]}), tmp_path, log=lambda text: None)
+    figure = sweep_figures.slices(report)
+    told = [sweep.summary(report), *sweep_figures.table(report), figure.get_suptitle(), figure.axes[0].get_ylabel()]
+    assert "validation perplexity" in told[1:] and "2 points by validation perplexity" in told[0]
+    assert "nRMSE" not in " ".join(told) and report["metric"] == "perplexity"
+    del report["metric"]  # as in a report of before
+    assert "validation nRMSE" in sweep_figures.table(report)

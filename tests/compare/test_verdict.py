@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from made_runs import END, finished, step, write_run
+from made_runs import END, START, TOKENS, finished, step, write_run
 
 from upsnb.compare import figures, verdict
 from upsnb.errors import RunError
@@ -151,3 +151,19 @@ def test_the_summary_says_where_two_machines_were_compared(tmp_path):
     runfolder.update_manifest(b.folder, hardware=there)
     assert "on different machines" in verdict.summary(verdict.compare(a, b))
     assert "on different machines" not in verdict.summary(verdict.compare(a, finished(tmp_path / "c", "test")))
+
+
+def test_a_comparison_of_another_workload_calls_its_error_by_its_name(of_tokens, tmp_path):
+    made = verdict.compare(*both(tmp_path))
+    said = verdict.summary(made)
+    assert "perplexity over the baseline's, darcy: 1" in said and "nrmse_ratio (of perplexity): required" in said
+    assert {"tokens", "tokens/s", "darcy perplexity"} <= {*figures.arms_table(made)} and "nRMSE" not in said
+
+
+def test_errors_of_two_names_are_not_compared(tmp_path):
+    a, b = both(tmp_path)
+    writer = runfolder.EventWriter(b.folder)
+    writer.write("start", 59, **START, **TOKENS)
+    writer.close()
+    with pytest.raises(RunError, match="different errors: nRMSE, perplexity -> compare runs of one workload"):
+        verdict.compare(a, b)

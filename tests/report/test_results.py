@@ -130,6 +130,14 @@ def test_a_running_run_has_a_report_too(tmp_path):
     assert results.train_report(run)["status"] == "running"
 
 
+def test_costs_are_told_in_the_unit_and_the_error_that_the_run_named(of_tokens, tmp_path):
+    made = results.train_report(finished(tmp_path / "run"))
+    stage = {"stage": "operator", "steps": 9, "train_time_s": 1.0, "samples_per_s": {"median": 5.0}}
+    said = results.costs({**made, "stages": [{**stage, "val_nrmse": {"text": 7.5}}]})
+    assert "5 tokens/s; its last validation perplexity: text 7.5" in said
+    assert "nRMSE" not in said and "samples/s" not in said
+
+
 # -- tables and figures -----------------------------------------------------------------------------------------------
 
 

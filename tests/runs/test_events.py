@@ -134,3 +134,9 @@ def test_fields_that_older_versions_did_not_write_are_filled_in(tmp_path):
     flip, unknown = events.read_events(tmp_path)
     assert (flip["changes"], flip["skipped"], flip["cold"], flip["reason"]) == ({}, {}, False, None)
     assert unknown["kind"] == "unknown", "of a newer version"
+
+
+def test_what_names_no_unit_and_no_error_is_of_fields():
+    assert events.naming({}) == events.naming(events.latest_start([])) == {"unit": "samples", "metric": "nRMSE"}
+    started = [make_event("start", 0, metric="perplexity"), make_event("start", 9, unit="tokens"), make_event("end", 9)]
+    assert events.naming(events.latest_start(started)) == {"unit": "tokens", "metric": "nRMSE"}, "the latest says"

@@ -121,3 +121,14 @@ def test_a_run_without_events_and_a_folder_that_is_a_file_are_refused(tmp_path):
     with pytest.raises(RunError, match="cannot be written .* -> name another folder"):
         export.export(run, "csv", tmp_path / "file/inside")
     assert of(run.events(), "end")
+
+
+def test_curves_of_another_workload_go_by_the_names_of_its_unit_and_error(tmp_path):
+    def names(said):
+        run = write_run(tmp_path / said["unit"], [SEGMENT, {**BEGIN, **said}, step(1), make_event("eval", 1)])
+        return {row["name"] for row in told(export.export(run, "csv"))} | {*export._reached(run)}
+
+    found = names({"unit": "tokens", "metric": "perplexity"})
+    assert {"tokens_per_s", "validation_perplexity/waves", "perplexity/waves"} <= found
+    assert not [name for name in found if "nrmse" in name or "samples" in name]
+    assert "validation_1_-_spearman/waves" in names({"unit": "pairs", "metric": "1 - Spearman"}), "no tool takes spaces"

@@ -11,6 +11,7 @@ from upsnb import config as configs
 from upsnb import overlays
 from upsnb.errors import ConfigError, RunError
 from upsnb.runs import runfolder
+from upsnb.training.fields import Fields
 from upsnb.training.losses import UPSObjective
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
@@ -128,6 +129,8 @@ def test_without_the_guard_a_step_does_not_wait_for_its_loss(tiny_setup, monkeyp
 
 class Panel:
     """A guards' world without CUDA: a setup whose config obeys, and flips that measured what a test says."""
+
+    stage = "operator"
 
     def __init__(self, folder, config):
         self.setup, self.config = self, config
@@ -256,6 +259,15 @@ def test_falling_behind_without_phase_3_is_one_warning(tiny_config, train_here, 
     events = train_here(tiny_config(**overlay), tmp_path / "run")
     (act,) = of(events, "guard")
     assert act["action"] == "warning" and act["revision"] is None and not of(events, "flip")
+
+
+def test_falling_behind_is_told_by_the_name_of_the_workload_s_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(Fields, "metric", "perplexity")
+    overlay = reference(tmp_path / "a", overlays.resolve({}), 1e-6)
+    behind = Panel(tmp_path / "run", overlays.resolve(overlay))
+    behind.guards.validated(1, 10, {"darcy": 1.0})
+    (act,) = of(runfolder.read_events(behind.folder), "guard")
+    assert act["reason"].startswith("validation perplexity after epoch 1 is more than ")
 
 
 def test_the_reference_is_read_between_its_validations_and_not_beyond(tiny_config, tmp_path):

@@ -27,6 +27,7 @@ from upsnb.report.figures import read_evaluation
 from upsnb.report.file import finish, number
 from upsnb.report.results import references, run_numbers
 from upsnb.runs import cost, handle, runfolder
+from upsnb.runs.events import NAMING, latest_start, naming
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import ALIVE
 from upsnb.runs.table import find_root, folders
@@ -69,7 +70,7 @@ def read(folder: Path) -> dict:
     evaluation = read_evaluation(folder, events) if status not in ALIVE else {}
     datasets = {name: splits.get(TEST, {}) for name, splits in evaluation.get("datasets", {}).items()}
     known = bool(datasets) and all("protocol" in result for result in datasets.values())
-    terms = budget(config, manifest)
+    terms, metric = budget(config, manifest), naming(latest_start(events))["metric"]
     opened = sum(event["kind"] == "opened" and event["split"] == TEST for event in events)
     here = manifest["host"] == socket.gethostname() and IMPORTED not in run.notes["tags"]
     return {
@@ -80,7 +81,7 @@ def read(folder: Path) -> dict:
         "config": config,
         "key": json.dumps(settings(config), sort_keys=True),
         "budget": terms,
-        "protocol": protocol(terms, datasets) if known else None,
+        "protocol": protocol(terms, datasets, metric) if known else None,
         "datasets": datasets,
         "opened": max(opened, int(evaluation.get("split") == TEST)),
         "stage": manifest.get("answers") or manifest.get("stage") or OPERATOR,
@@ -102,7 +103,7 @@ def _why_not(status: str, cause: str | None, manifest: dict, events: list[dict],
         return "was changed while it trained, so its settings do not say how it was made"
     if evaluation.get("split") != TEST:
         return f"has no errors of the {TEST} split"
-    return "" if known else "was evaluated before runs wrote down what they are judged by"
+    return "" if known else "does not say what it is judged by, as old runs and workloads without a protocol do not"
 
 
 def settings(config: RunConfig) -> dict:
@@ -127,14 +128,15 @@ def budget(config: RunConfig, manifest: Mapping) -> str:
     return epochs if None in limits else f"{sum(limits):g} s on {machine(config, manifest)}, at most {epochs}"
 
 
-def protocol(terms: str, datasets: Mapping[str, dict]) -> dict[str, str | int]:
-    """Everything in which runs of one table agree, by what it is called."""
+def protocol(terms: str, datasets: Mapping[str, dict], metric: str = NAMING["metric"]) -> dict[str, str | int]:
+    """Everything in which runs of one table agree, by what it is called; that fields have nRMSE goes without saying."""
     said = {f"{name}: {what}": value for name, one in datasets.items() for what, value in one["protocol"].items()}
     for name, one in datasets.items():
         if leak := one.get("leak"):
             count = leak["distinct"]["num_samples"] if leak["distinct"] else 0
             said[f"{name}: samples that training has not seen"] = count  # which judge, if there are any
-    return {"budget": terms, **dict(sorted(said.items()))}
+    judged = {} if metric == NAMING["metric"] else {"metric": metric}
+    return {"budget": terms, **judged, **dict(sorted(said.items()))}
 
 
 def protocol_id(terms: Mapping) -> str:
@@ -143,10 +145,10 @@ def protocol_id(terms: Mapping) -> str:
 
 
 def quality(result: Mapping) -> dict[str, float | None]:
-    """nRMSE, QUALITY and the rollout's WINDOWS of one dataset of one run."""
+    """The error that ranks, QUALITY and the rollout's WINDOWS of one dataset of one run."""
     judging = audit.judging(result)
     rolled = "rollout_" if "rollout_nrmse_mean" in judging else ""
-    found = {what: judging.get(rolled + key) for what, key in {"nRMSE": "nrmse_mean", **QUALITY}.items()}
+    found = {"nRMSE": audit.headline(result), **{what: judging.get(rolled + key) for what, key in QUALITY.items()}}
     known = (result.get("per_time") or {}) if judging is result else {}  # leaked samples are in it
     frames = np.array(known.get("rollout_nrmse", ()), dtype=float)  # None becomes NaN
     thirds = np.array_split(frames, len(WINDOWS)) if len(frames) >= len(WINDOWS) else ()
@@ -333,7 +335,7 @@ def summary(report: Mapping) -> str:
             lines.append(f"  a table of its own, because of {', '.join(table['differs'])}")
         for dataset, one in table["datasets"].items():
             beside = ", ".join(f"{name} {number(value)}" for name, value in one["references"].items())
-            lines.append(f"  {dataset} (nRMSE without a model: {beside})")
+            lines.append(f"  {dataset} ({naming(table['protocol'])['metric']} without a model: {beside})")
             lines += [f"    {_line(row)}" for row in one["rows"]]
     lines += [f"left out, {why}: {len(those)}, such as {those[0]}" for why, those in report["left_out"].items()]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pandas as pd
 from upsnb.compare.board import FEWEST_SEEDS, QUALITY, WINDOWS
 from upsnb.report.file import number
 from upsnb.runs import runfolder
+from upsnb.runs.events import NAMING, naming
 
 HTML, CSV = "board.html", "board.csv"
 RANKING = {  # columns of a dataset's first table, and what they mean, as the page says it
@@ -46,7 +47,7 @@ COSTS = {  # of its second table
     "origin": "here: these runs were executed on this machine; imported: on another one",
     "code": "revision",
 }
-PARTS, MEANINGS = {"ranking": RANKING, "costs": COSTS}, RANKING | COSTS
+OF_FIELDS = (*QUALITY, *WINDOWS)  # columns that nothing else has
 ALWAYS = ("model", "rank", "failed", "diverged")  # columns, even where they say nothing
 NO_MODEL = "no model"
 STYLE = """body{font:13px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1480px;padding:0 1.5em;color:#111}
@@ -62,24 +63,39 @@ summary{cursor:pointer}"""
 TEXTS = ("model", "why no rank", "answered by", "trained on", "origin", "code")
 
 
+def columns(table: Mapping) -> dict[str, dict[str, str]]:
+    """Columns of a protocol's two tables, and what they mean; what is not fields has an error of its own name."""
+    metric = naming(table["protocol"])["metric"]
+    if metric == NAMING["metric"]:
+        return {"ranking": RANKING, "costs": COSTS}
+    own = {metric if name == "nRMSE" else name: what for name, what in RANKING.items() if name not in OF_FIELDS}
+    return {"ranking": {**own, metric: "the error, like all here of the median seed"}, "costs": COSTS}
+
+
 def tables(report: Mapping) -> dict[str, pd.DataFrame]:
     """Two tables for each protocol and dataset, by a title that says which; columns that say nothing are left out."""
     return {
-        f"{dataset}: {part} (protocol {table['id']})": _shown(_frame(one), columns)
+        f"{dataset}: {part} (protocol {table['id']})": _shown(_frame(table, one), own)
         for table in report["tables"]
         for dataset, one in table["datasets"].items()
-        for part, columns in PARTS.items()
+        for part, own in columns(table).items()
     }
 
 
-def _frame(one: Mapping) -> pd.DataFrame:
+def _frame(table: Mapping, one: Mapping) -> pd.DataFrame:
     """Models that have a rank, the others, and what is reached without any: numbers as they are."""
-    rows = [_model(row) for row in one["rows"]]
-    rows += [{"model": name, "nRMSE": value, "why no rank": NO_MODEL} for name, value in one["references"].items()]
-    return pd.DataFrame(rows, columns=list(MEANINGS), dtype=object)
+    metric = naming(table["protocol"])["metric"]
+    rows = [_model(row, metric) for row in one["rows"]]
+    rows += [{"model": name, metric: value, "why no rank": NO_MODEL} for name, value in one["references"].items()]
+    return pd.DataFrame(rows, columns=list(_meanings([table])), dtype=object)
 
 
-def _model(row: Mapping) -> dict:
+def _meanings(tables: Sequence[Mapping]) -> dict[str, str]:
+    """All columns that these protocols have, and what they mean."""
+    return {name: what for table in tables for part in columns(table).values() for name, what in part.items()}
+
+
+def _model(row: Mapping, metric: str) -> dict:
     low, high = row["nrmse"]["ci95"]
     return {
         "model": row["entry"],
@@ -87,7 +103,7 @@ def _model(row: Mapping) -> dict:
         "seeds": len(set(row["seeds"])),
         "failed": row["failed"],
         "diverged": row["diverged"],
-        "nRMSE": row["nrmse"]["median"],
+        metric: row["nrmse"]["median"],
         "95 % low": low,
         "95 % high": high,
         **row["quality"],
@@ -121,17 +137,18 @@ def terms(table: Mapping) -> list[str]:
 
 def page(report: Mapping) -> str:
     """The board as one HTML file."""
+    meanings = _meanings(report["tables"])
     parts = [f"<p>Written on {report['date']} by revision {escape(report['code_revision'][:8])}. Lower is better.</p>"]
     for table in report["tables"]:
         parts.append(f"<h2>Protocol {escape(table['id'])}: {escape(table['protocol']['budget'])}</h2>")
         parts.append(f"<p>Looks at the test split by runs of this protocol: {table['opened']}.</p>")
         parts.append(_listed("What all of them have in common", terms(table)))
         for title, frame in tables({"tables": [table]}).items():
-            parts.append(f"<h3>{escape(title.partition(' (')[0])}</h3>{_table(frame)}")
+            parts.append(f"<h3>{escape(title.partition(' (')[0])}</h3>{_table(frame, meanings)}")
     out = [f"{why}: {', '.join(those)}" for why, those in report["left_out"].items()]
     parts += [_listed(f"Runs that stand on no board: {sum(map(len, report['left_out'].values()))}", out)] if out else []
-    meanings = "".join(f"<dt>{escape(name)}</dt><dd>{escape(what)}</dd>" for name, what in MEANINGS.items())
-    parts.append(f"<h2>What the columns mean</h2><dl>{meanings}</dl>")
+    told = "".join(f"<dt>{escape(name)}</dt><dd>{escape(what)}</dd>" for name, what in meanings.items())
+    parts.append(f"<h2>What the columns mean</h2><dl>{told}</dl>")
     head = f'<meta charset="utf-8"><title>Leaderboard</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body><h1>Leaderboard</h1>{''.join(parts)}</body></html>\n"
 
@@ -141,9 +158,9 @@ def _listed(title: str, lines: list[str]) -> str:
     return f"<details><summary>{escape(title)}</summary><ul>{items}</ul></details>"
 
 
-def _table(frame: pd.DataFrame) -> str:
+def _table(frame: pd.DataFrame, meanings: Mapping[str, str]) -> str:
     kinds = {name: ' class="text"' * (name in TEXTS) for name in ("model", *frame)}
-    head = "".join(f'<th{kinds[name]} title="{escape(MEANINGS[name])}">{escape(name)}</th>' for name in kinds)
+    head = "".join(f'<th{kinds[name]} title="{escape(meanings[name])}">{escape(name)}</th>' for name in kinds)
     rows = []
     for model, row in frame.iterrows():
         look = "reference" if row.get("why no rank") == NO_MODEL else "first" if row.get("rank") == "1" else ""
@@ -157,7 +174,7 @@ def write(report: Mapping, folder: Path | str) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     whole = [
-        _frame(one).assign(dataset=dataset, protocol=table["id"])
+        _frame(table, one).assign(dataset=dataset, protocol=table["id"])
         for table in report["tables"]
         for dataset, one in table["datasets"].items()
     ]

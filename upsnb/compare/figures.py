@@ -18,6 +18,7 @@ from upsnb.report import style
 from upsnb.report.figures import floats, latest
 from upsnb.report.file import factor, number
 from upsnb.report.style import BLACK, BLUE, GREEN, GREY, PALETTE, VERMILLION, empty_figure, label, legend, styled
+from upsnb.runs.events import NAMING, latest_start, naming
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import REPORT
 from upsnb.runs.throughput import steady_windows
@@ -48,7 +49,7 @@ def speed(report: Mapping) -> Figure:
         rates = [block["samples"] / block["seconds"] for block in blocks if block["arm"] == name]
         left.plot(turns, rates, "o", ms=4, **(look[name] | {"linestyle": "none"}), label=name)
         left.axhline(np.median(rates), **look[name], lw=1.2)
-    left.set(xlabel=label("turn, in the order of time"), ylabel=label("throughput", f"{unit_of(report)}/s"))
+    left.set(xlabel=label("turn, in the order of time"), ylabel=label("throughput", f"{naming(report)['unit']}/s"))
     left.set_ylim(0)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     shown = {name: ratio for name, ratio in ratios.items() if ratio and ratio["median"] is not None}
@@ -76,7 +77,8 @@ def speed(report: Mapping) -> Figure:
 
 @styled
 def quality(report: Mapping) -> Figure:
-    """Validation nRMSE over training time and over samples seen, one curve a run; dotted what time to quality is to."""
+    """Validation error over training time and over samples seen, one curve a run; dotted what time to quality is to."""
+    unit, metric = naming(report).values()
     last = f"{report['baseline']}'s last + {QUALITY_TOLERANCE:.0%}"
     lasts = np.array([one["val_loss"] for one in report["arms"][report["baseline"]]], float)  # null becomes NaN
     target = (1 + QUALITY_TOLERANCE) * lasts.mean()
@@ -84,7 +86,7 @@ def quality(report: Mapping) -> Figure:
     came = (
         f"{report['optimized']} gets there {speedup:.2f} times as fast" if speedup else "not every training got there"
     )
-    title = f"Validation {metric_of(report)} of {target:.3g}, {last}: {came}"
+    title = f"Validation {metric} of {target:.3g}, {last}: {came}"
     look = looks(list(report["arms"]))
     figure = empty_figure(7.2, 3.1, title)
     axes = figure.subplots(1, 2, sharey=True)
@@ -93,9 +95,9 @@ def quality(report: Mapping) -> Figure:
             *along, nrmse = (floats(run["validations"][what]) for what in ("time_s", "samples", "nrmse"))
             for ax, x in zip(axes, along):
                 ax.plot(x, nrmse, marker="o", ms=4, lw=1.2, **look[name], label=named)
-    axes[0].set_ylabel(label(f"validation {metric_of(report)}"))
+    axes[0].set_ylabel(label(f"validation {metric}"))
     axes[0].set_xlabel(label("training time, compilation included", "s"))
-    axes[1].set(xlabel=label(f"{unit_of(report)} seen"))
+    axes[1].set(xlabel=label(f"{unit} seen"))
     for ax in axes:
         ax.set(yscale="log", xlim=(0, None))
         ax.ticklabel_format(axis="x", style="plain")
@@ -108,7 +110,7 @@ def quality(report: Mapping) -> Figure:
 @styled
 def outcome(report: Mapping) -> Figure:
     """Error of each dataset and memory of a rank, by arm; a dot a seed, the bar their mean, dotted what is required."""
-    arms, first, second, metric = report["arms"], report["baseline"], report["optimized"], metric_of(report)
+    arms, first, second, metric = report["arms"], report["baseline"], report["optimized"], naming(report)["metric"]
     values = {
         label(f"{name}: {metric}"): {arm: floats([run["nrmse"][name] for run in runs]) for arm, runs in arms.items()}
         for name in report["nrmse_ratio"]
@@ -137,7 +139,7 @@ def outcome(report: Mapping) -> Figure:
 
 @styled
 def overlay(runs: Sequence[Run | Path | str], over: str = "step") -> Figure:
-    """Training loss, validation nRMSE and throughput of any runs, a colour each, whatever state they are in.
+    """Training loss, validation error and throughput of any runs, a colour each, whatever state they are in.
 
     Losses are running medians, validations means over the datasets, throughputs those of windows of steady steps.
 
@@ -151,23 +153,29 @@ def overlay(runs: Sequence[Run | Path | str], over: str = "step") -> Figure:
     if not runs or over not in OVER:
         raise RunError(f"an overlay of {len(runs)} runs over {over!r} -> give one or more, over {' or '.join(OVER)}")
     above = os.path.commonpath([run.folder.parent for run in runs])  # runs of two comparisons have the same names
-    curves = {str(run.folder.relative_to(above)): _curves(run.events(), over == "step") for run in runs}
+    curves, starts = {}, []
+    for run in runs:
+        events = run.events()
+        curves[str(run.folder.relative_to(above))] = _curves(events, over == "step")
+        starts.append(latest_start(events))
+    said = [naming(start) for start in starts if start] or [NAMING]  # one that has not started says nothing
+    unit, metric = (" or ".join(dict.fromkeys(one[what] for one in said)) for what in NAMING)
     last = {name: [values[-1] if len(values) else np.nan for _, values in three] for name, three in curves.items()}
     told = "; ".join(f"{name} {loss:.2g} and {nrmse:.2g}" for name, (loss, nrmse, _) in last.items())
-    figure = empty_figure(7.2, 5.6, f"Training loss and validation nRMSE at last: {told}")
+    figure = empty_figure(7.2, 5.6, f"Training loss and validation {metric} at last: {told}")
     panels = figure.subplots(3, 1, sharex=True)
     for name, look in style.looks(curves).items():
         for ax, (x, values) in zip(panels, curves[name]):
             ax.plot(x, values, **look, marker="o", ms=style.point_size(len(x)), lw=1.2, label=name if len(x) else "")
     panels[0].set(yscale="log", ylabel=label("training loss"))
-    panels[1].set(yscale="log", ylabel=label("validation nRMSE"))
-    panels[2].set(ylabel=label("throughput", "samples/s"), xlabel=OVER[over], ylim=(0, None))
+    panels[1].set(yscale="log", ylabel=label(f"validation {metric}"))
+    panels[2].set(ylabel=label("throughput", f"{unit}/s"), xlabel=OVER[over], ylim=(0, None))
     legend(panels[0])
     return figure
 
 
 def _curves(events: list[dict], by_step: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(x, loss), (x, validation nRMSE) and (x, samples/s) of one run."""
+    """(x, loss), (x, validation error) and (x, throughput) of one run."""
     key = "step" if by_step else "time_s"
     steps = [step for step in latest(events, "step").values() if step["loss"] is not None]
     checks, windows = list(latest(events, "eval").values()), np.reshape(steady_windows(events), (-1, 3))
@@ -194,16 +202,6 @@ def draw(report: Mapping) -> dict[str, Figure]:
     return {**drawn, "quality": quality(report), "outcome": outcome(report)}
 
 
-def unit_of(report: Mapping) -> str:
-    """What throughput counts in a comparison."""
-    return report.get("unit", "samples")
-
-
-def metric_of(report: Mapping) -> str:
-    """What errors are called in it."""
-    return report.get("metric", "nRMSE")
-
-
 def required(report: Mapping) -> dict[str, float]:
     """What each criterion asks for."""
     return {item["name"]: item["required"] for item in report["criteria"]}
@@ -211,17 +209,18 @@ def required(report: Mapping) -> dict[str, float]:
 
 def arms_table(report: dict) -> pd.DataFrame:
     """One row a run: what it reached and what it cost."""
+    unit, metric = naming(report).values()
     rows = [
         {
             "arm": name,
             "seed": run["seed"],
-            unit_of(report): run["samples"],
-            f"{unit_of(report)}/s": number(run["samples_per_s"]),
+            unit: run["samples"],
+            f"{unit}/s": number(run["samples_per_s"]),
             "trained [s]": number(run["train_time_s"]),
             "compiled [s]": number(run["compile_s"]),
             "memory [GiB]": number(run["peak_memory_gib"], 3),
             "cost [$]": number(run["cost_dollars"], 3),
-            **{f"{dataset} {metric_of(report)}": number(value) for dataset, value in run["nrmse"].items()},
+            **{f"{dataset} {metric}": number(value) for dataset, value in run["nrmse"].items()},
         }
         for name, runs in report["arms"].items()
         for run in runs

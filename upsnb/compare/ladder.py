@@ -23,6 +23,7 @@ from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
 from upsnb.report.file import factor, finish, number
 from upsnb.runs import handle
+from upsnb.runs.events import latest_start, naming
 from upsnb.training import preflight
 from upsnb.widgets.progress import rewrite
 
@@ -125,6 +126,7 @@ def measure(
     report = {
         "format": FORMAT,
         "kind": KIND,
+        "metric": naming(latest_start(measured.references[BASELINE].events))["metric"],
         "baseline": measured.results[BASELINE],
         **{kind: [row for row in rows if row["kind"] == kind] for kind in KINDS},
         "skipped": skipped,

@@ -14,6 +14,7 @@ from upsnb.compare.ladder import BASELINE, BATCH, TITLES, finding, recommended
 from upsnb.phases import BY_NAME
 from upsnb.report.file import number
 from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, name_rows, note, save_all, shared_legend, styled
+from upsnb.runs.events import naming
 from upsnb.runs.runfolder import REPORT
 
 
@@ -69,14 +70,14 @@ def _rows(ax: Axes, rows: Sequence[Mapping], names: Sequence[str]) -> None:
 
 
 def table(report: Mapping) -> pd.DataFrame:
-    """A row a phase: promised and measured each way, with memory [GiB] and nRMSE beside it.
+    """A row a phase: promised and measured each way, with memory [GiB] and the ratio of errors beside it.
 
     Older reports have a row for each set of phases, too. The last columns are of the full set without the phase.
     """
     known = {kind: {row["phase"]: row for row in report[kind]} for kind in TITLES}
     sets = {row["phase"]: row for row in report.get("sets", ())}
     known["alone"] |= sets
-    rows = []
+    rows, metric = [], naming(report)["metric"]
     for name in (BATCH, *BY_NAME, *sets):
         measured, skipped = {kind: rows.get(name, {}) for kind, rows in known.items()}, report["skipped"].get(name)
         if not skipped and not any(measured.values()):
@@ -89,7 +90,7 @@ def table(report: Mapping) -> pd.DataFrame:
                 cells[f"promised {which}"] = f"{promised[kind]:.2f}" if promised[kind] else "-"
             cells[TITLES[kind]] = finding(row) if row else nothing
             cells[f"GiB {which}"] = number(row.get("memory_gib"), 3)
-            cells[f"nRMSE ratio {which}"] = number(row.get("nrmse_ratio"), 3)
+            cells[f"{metric} ratio {which}"] = number(row.get("nrmse_ratio"), 3)
         if skipped:
             cells[TITLES["alone"]] += f": {skipped}"
         rows.append(cells)
@@ -99,7 +100,7 @@ def table(report: Mapping) -> pd.DataFrame:
 
 def tried(report: Mapping) -> pd.DataFrame:
     """A row for each change that the search measured, on top of those kept before it, and for each set it trained."""
-    chosen = report["recommended"]
+    chosen, error = report["recommended"], f"{naming(report)['metric']} / baseline's"
     changes = [
         {"tried": row["change"], "throughput": finding(row), "kept": "yes" if row["kept"] else "no"}
         for row in chosen["tried"]
@@ -107,13 +108,13 @@ def tried(report: Mapping) -> pd.DataFrame:
     sets = [
         {
             "tried": f"{name}, {row['epochs']} epochs",
-            "nRMSE / baseline's": number(row["nrmse_ratio"]),
+            error: number(row["nrmse_ratio"]),
             "equal arms": number(row["tolerance"]),
             "kept": "yes" if row["holds"] else "no",
         }
         for name, row in chosen.get("accuracy", {}).items()
     ]
-    columns = ["tried", "throughput", "nRMSE / baseline's", "equal arms", "kept"]
+    columns = ["tried", "throughput", error, "equal arms", "kept"]
     return pd.DataFrame([*changes, *sets], columns=columns, dtype=object).fillna("-")
 
 

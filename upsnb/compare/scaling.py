@@ -15,6 +15,7 @@ from upsnb.hardware import Hardware
 from upsnb.profile import report as profiling
 from upsnb.profile.recorder import profile_name
 from upsnb.report.file import factor, finish
+from upsnb.runs.events import latest_start, naming
 from upsnb.runs.throughput import steady_throughput
 from upsnb.widgets.progress import rewrite
 
@@ -152,6 +153,7 @@ def measure(
     report = {
         "format": FORMAT,
         "kind": KIND,
+        "unit": naming(latest_start(one.events))["unit"],
         "rehearsal": rehearsal,
         "rows": rows,
         "skipped": skipped,

@@ -26,6 +26,7 @@ from upsnb.report.style import (
     shared_legend,
     styled,
 )
+from upsnb.runs.events import naming
 from upsnb.runs.runfolder import REPORT
 
 COLOURS, DASHES = {"ddp": BLUE, "fsdp2": VERMILLION}, {"weak": "-", "strong": ":", AGAIN: "-"}
@@ -34,7 +35,7 @@ MARKERS = {"weak": "o", "strong": "s", AGAIN: "o"}
 
 @styled
 def throughput(report: Mapping) -> Figure:
-    """Left, samples per second over one rank's, with the ideal dashed and the promised range in grey; right, the share
+    """Left, throughput over one rank's, with the ideal dashed and the promised range in grey; right, the share
     of a step that waits for communication."""
     rows = [row for row in report["rows"] if row["ratio"]["median"] is not None]
     title = f"{len(rows)} of {len(report['rows'])} were measured"
@@ -111,13 +112,14 @@ def plan_table(entries: Sequence[Entry]) -> pd.DataFrame:
 
 def table(report: Mapping) -> pd.DataFrame:
     """Every entry: promised and measured throughput, efficiency, communication; what is left out says why."""
+    unit = naming(report)["unit"]
     rows = [
         {
             "ranks": row["ranks"],
             "wrapper": row["wrapper"],
             "mode": row["mode"],
             "pairs a step": row["effective_batch"],
-            "samples/s": number((row["samples_per_s"] or {}).get("median")),
+            f"{unit}/s": number((row["samples_per_s"] or {}).get("median")),
             "promised": " to ".join(map(str, row["promised"] or ())),
             "over one rank": finding(row),
             "efficiency": number(row["efficiency"], 3),

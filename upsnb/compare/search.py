@@ -29,6 +29,7 @@ from upsnb.memory.predict import Predictor
 from upsnb.phases import BY_NAME
 from upsnb.report.file import factor
 from upsnb.runs import handle, runfolder
+from upsnb.runs.events import latest_start, naming
 from upsnb.runs.handle import NOTHING
 from upsnb.training import preflight
 from upsnb.widgets.progress import rewrite
@@ -110,6 +111,7 @@ class Search:
         self.adopted: list[tuple[str, dict, float]] = []  # in order: name, changes, gain on top of those before
         self.errors: dict[tuple[str, int, int], float] = {}  # set, epochs, seed: validation nRMSE
         self.judged: dict[str, dict] = {}  # set: what its longest trainings came to
+        self.metric = naming({})["metric"]  # what its errors are called, until the run says so
         self.idle: list[str] = []  # phases that do not apply to the model
         self.floor = 0.0  # of throughput ratios
         self.step_s = math.inf  # of the measurement before
@@ -235,7 +237,7 @@ class Search:
             ratio = float(np.mean(errors) / np.mean(equal[:num_seeds]))
             found += [name] * bool(ratio <= tolerance)
             self.judged[name] = {"nrmse_ratio": ratio, "tolerance": tolerance, "epochs": epochs, "holds": name in found}
-            self.log(f"{name}: nRMSE {ratio:.3f} times the baseline's, equal arms up to {tolerance:.3f}")
+            self.log(f"{name}: {self.metric} {ratio:.3f} times the baseline's, equal arms up to {tolerance:.3f}")
         return found
 
     def halve(self, sets: dict[str, dict]) -> str:
@@ -273,6 +275,7 @@ def recommend(
     verdicts = preflight.foreseen(base, search.machine)
     search.idle = [name for name, verdict in verdicts.items() if verdict.stands_against]
     turns = Turns.start(overlays.apply(base, ENDLESS), search.folder / "runs" / "search")
+    search.metric = naming(latest_start(turns.events))["metric"]
     ratio, chosen, changes = None, "", {}
     try:
         turns.run.wait_for("resumed", turns.run.resume())
@@ -288,7 +291,8 @@ def recommend(
         turns.end()
     basis = f"throughput in turns and accuracy on equal samples; the search ended because {search.stopped}"
     refused = {
-        name: f"validation nRMSE is {row['nrmse_ratio']:.3f} times the baseline's, equal arms: {row['tolerance']:.3f}"
+        name: f"validation {search.metric} is {row['nrmse_ratio']:.3f} times the baseline's, "
+        f"equal arms: {row['tolerance']:.3f}"
         for name, row in search.judged.items()
         if not row["holds"]
     }

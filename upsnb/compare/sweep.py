@@ -35,6 +35,7 @@ from upsnb.report.file import finish, number
 from upsnb.report.results import train_report
 from upsnb.rules import did_you_mean
 from upsnb.runs import handle, runfolder
+from upsnb.runs.events import naming
 from upsnb.runs.files import Shape, read_json
 from upsnb.runs.handle import POLL_S, Run
 from upsnb.runs.runfolder import ALIVE
@@ -368,23 +369,27 @@ class _Record(Shape):
 def report(folder: Path | str) -> dict:
     """The report of a sweep as far as it has come, from its folder alone; also written to `report.json`.
 
-    Points are sorted by the validation nRMSE, mean over datasets, median over seeds. Those that lost a seed, or miss
+    Points are sorted by the validation error, mean over datasets, median over seeds. Those that lost a seed, or miss
     one still, come after those that have all, and those that have none come last.
     """
     folder = Path(folder)
     record = read_json(folder / SWEEP, FORMAT, _Record)
-    points = [_came_to(folder, point) for point in record["points"]]
+    names = [name for point in record["points"] for name in point["runs"] if is_done(folder / RUNS / name)]
+    ended = {name: row(folder / RUNS / name, name) for name in names}
+    points = [_came_to(point, ended) for point in record["points"]]
     points.sort(key=lambda one: (not one["seeds"], one["failed"] + one["missing"] > 0, one["nrmse"]["median"] or 0.0))
     if points[0]["seeds"]:
         best = overlays.apply(overlays.resolve(record["base"]), points[0]["settings"])
         text = yaml.safe_dump({"preset": "", **overlays.difference(RunConfig(), best)}, sort_keys=False)
         title = f"# The best of {len(points)} points by validation: {told(points[0]['settings'])}."
         (folder / BEST).write_text(f"{title}\n{text}")
-    return finish({"format": FORMAT, "kind": KIND, "name": record["name"], "points": points}, folder)
+    said = next((one for one in ended.values() if "metric" in one), {})  # what cannot be read says nothing
+    named = {"name": record["name"], "metric": naming(said)["metric"]}
+    return finish({"format": FORMAT, "kind": KIND, **named, "points": points}, folder)
 
 
-def _came_to(folder: Path, point: Mapping) -> dict:
-    runs = [row(folder / RUNS / name, name) for name in point["runs"] if is_done(folder / RUNS / name)]
+def _came_to(point: Mapping, ended: Mapping[str, dict]) -> dict:
+    runs = [ended[name] for name in point["runs"] if name in ended]
     done = [one for one in runs if one["status"] == "finished" and one["nrmse"] and None not in one["nrmse"].values()]
     datasets = done[0]["nrmse"] if done else ()
     return {
@@ -412,7 +417,7 @@ def _told_point(point: Mapping) -> str:
 def summary(report: Mapping) -> str:
     """The report in a few lines, the best points first."""
     points = report["points"]
-    title = f"{len(points)} points by validation nRMSE; the test split stays closed"
+    title = f"{len(points)} points by validation {naming(report)['metric']}; the test split stays closed"
     missing = sum(point["missing"] for point in points)
     left = [f"{missing} trainings are left: the same call goes on"] if missing else []
     return "\n".join([title, *(f"  {_told_point(point)}" for point in points), *left])

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from upsnb.compare.search import told
 from upsnb.report.file import number
 from upsnb.report.style import BLUE, VERMILLION, empty_figure, label, save_all, shared_legend, styled
+from upsnb.runs.events import naming
 from upsnb.runs.runfolder import REPORT
 
 MOST_COLUMNS = 3  # of panels in one row
@@ -22,13 +23,13 @@ MOST_TICKS = 5  # as few values of a setting are the ticks
 
 def table(report: Mapping) -> pd.DataFrame:
     """Every point, the best by validation first: its settings, errors over its seeds, and what became of the others."""
-    rows = []
+    rows, metric = [], naming(report)["metric"]
     for point in report["points"]:
         low, high = point["nrmse"]["ci95"]
         rows.append(
             {
                 **{path.rpartition(".")[2]: str(value) for path, value in point["settings"].items()},
-                "validation nRMSE": number(point["nrmse"]["median"]),
+                f"validation {metric}": number(point["nrmse"]["median"]),
                 "95 %": "-" if low is None else f"{number(low)} to {number(high)}",
                 **{name: number(value) for name, value in point["datasets"].items()},
                 "seeds": point["seeds"],
@@ -42,13 +43,13 @@ def table(report: Mapping) -> pd.DataFrame:
 
 @styled
 def slices(report: Mapping) -> Figure:
-    """Validation nRMSE of every point over each setting, with its interval over seeds; the best is marked in all."""
+    """Validation error of every point over each setting, with its interval over seeds; the best is marked in all."""
     points = [point for point in report["points"] if point["seeds"]]
-    paths = [*report["points"][0]["settings"]]
+    paths, metric = [*report["points"][0]["settings"]], naming(report)["metric"]
     title = "Nothing has come to its end yet"
     if points:
         best = points[0]
-        reached = f"{told(best['settings'])}, nRMSE {number(best['nrmse']['median'])}"
+        reached = f"{told(best['settings'])}, {metric} {number(best['nrmse']['median'])}"
         title = f"Best of {len(points)} points by validation: {reached}"
     columns = min(len(paths), MOST_COLUMNS)
     rows = -(-len(paths) // columns)
@@ -59,7 +60,7 @@ def slices(report: Mapping) -> Figure:
     for ax in axes[len(paths) :]:
         ax.set_visible(False)
     for ax in axes[::columns]:
-        ax.set_ylabel(label("validation nRMSE"))
+        ax.set_ylabel(label(f"validation {metric}"))
     if points:
         shared_legend(figure, 2)
     return figure

@@ -14,6 +14,7 @@ from upsnb.errors import ConfigError, RunError
 from upsnb.report.file import factor, finish, number
 from upsnb.report.results import run_numbers
 from upsnb.runs import runfolder
+from upsnb.runs.events import NAMING, naming
 from upsnb.runs.handle import Run
 
 FORMAT, KIND = 1, "compare"
@@ -83,8 +84,7 @@ def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
         "phases_on": numbers["phases_on"],
         "phases_skipped": numbers["phases_skipped"],
         "num_ranks": numbers["num_ranks"],
-        "unit": numbers.get("unit", "samples"),  # reports of before name none
-        "metric": numbers.get("metric", "nRMSE"),
+        **naming(numbers),
         "samples": numbers["samples"],
         "samples_per_s": numbers["samples_per_s"]["median"],
         "train_time_s": numbers["train_time_s"],
@@ -143,8 +143,7 @@ def comparison_report(
         "arms": arms,
         "baseline": first,
         "optimized": second,
-        "unit": arms[first][0].get("unit", "samples"),
-        "metric": arms[first][0].get("metric", "nRMSE"),
+        **naming(arms[first][0]),
         "files": {name: list(data.files) for name, data in runs[first][0].config.data.datasets.items()},  # or generated
         "differences": overlays.difference(runs[first][0].config, runs[second][0].config),
         "interleaved": ratios is not None,
@@ -177,6 +176,9 @@ def _check_judged_alike(runs: Mapping[str, list[Run]], arms: Mapping[str, list[d
     if len(set(judged.values())) > 1:
         found = "; ".join(f"{folder}: {what}" for folder, what in judged.items())
         raise RunError(f"judged by different data: {found} -> compare runs of the same datasets and evaluation.split")
+    metrics = sorted({naming(one)["metric"] for those in arms.values() for one in those})
+    if len(metrics) > 1:
+        raise RunError(f"judged by different errors: {', '.join(metrics)} -> compare runs of one workload")
 
 
 def _ratio_of_medians(arm: list[dict], reference: list[dict]) -> dict:
@@ -308,10 +310,12 @@ def failed(report: Mapping) -> str:
 
 def judged(report: Mapping) -> list[dict[str, str]]:
     """Each criterion, what it asks for, what was measured, what two equal arms come out at, and whether it holds."""
-    equal = of_equal_arms(report)
+    equal, metric = of_equal_arms(report), naming(report)["metric"]
+    # a params file says nrmse_ratio whatever the error is, so the key stays to be seen
+    told = {} if metric == NAMING["metric"] else {"nrmse_ratio": f"nrmse_ratio (of {metric})"}
     return [
         {
-            "criterion": item["name"],
+            "criterion": told.get(item["name"], item["name"]),
             "required": f"{SIGNS[item['name']]} {number(item['required'])}",
             "measured": number(item["measured"]),
             "two equal arms": number(equal.get(item["name"])),
@@ -329,7 +333,7 @@ def _told(row: Mapping) -> str:
 def facts(report: Mapping) -> dict[str, str]:
     """What the criteria rest on: throughput and errors over the baseline's, and the time to its quality."""
     speedup, quality, equal = report["speedup"], report["time_to_quality_speedup"], report["aa_ratio"]
-    metric = report.get("metric", "nRMSE")
+    metric = naming(report)["metric"]
     return {
         "throughput over the baseline's": factor(speedup) + (f" (A/A {factor(equal)})" if equal else ""),
         "time to the baseline's quality": f"{quality:.2f} times as fast" if quality else "not reached",

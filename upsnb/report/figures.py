@@ -17,6 +17,7 @@ from upsnb.data.datasets import Dataset
 from upsnb.data.families import family_of
 from upsnb.report import plots, style
 from upsnb.runs import runfolder
+from upsnb.runs.events import NAMING, latest_start
 from upsnb.runs.handle import Run
 from upsnb.runs.throughput import median_with_interval, steady_windows, turns_with
 
@@ -71,8 +72,7 @@ class RunFigures:
     @property
     def said(self) -> dict:
         """The latest start event: of what the run is, and in which units."""
-        started = [event for event in self.events if event["kind"] == "start"]
-        return {"unit": "samples", "metric": "nRMSE"} | (started[-1] if started else {})
+        return NAMING | latest_start(self.events)
 
     @property
     def rolled_out(self) -> list[str]:

@@ -17,6 +17,7 @@ from upsnb.report.figures import RunFigures, end_of_last_launch, fall, read_eval
 from upsnb.report.file import finish, number, verdict
 from upsnb.report.style import save_all
 from upsnb.runs import runfolder
+from upsnb.runs.events import naming
 from upsnb.runs.handle import Run
 from upsnb.runs.throughput import samples_seen, steady_throughput
 
@@ -61,8 +62,7 @@ def run_numbers(run: Run) -> dict:
         "device": start.get("device"),
         "num_ranks": start.get("num_ranks"),
         "parameters": start.get("parameters"),
-        "unit": start.get("unit", "samples"),
-        "metric": start.get("metric", "nRMSE"),
+        **naming(start),
         "samples_per_s": steady_throughput(events),
         "time_to_first_step_s": _first(events, "first_step", "since_launch_s"),
         "train_time_s": end.get("train_time_s"),
@@ -206,7 +206,7 @@ def table(report: dict) -> pd.DataFrame:
     several channels, each has a row of its own below; where the split leaks, the samples that it does not leak have one
     above.
     """
-    rows, metric = [], report.get("metric", "nRMSE")
+    rows, metric = [], naming(report)["metric"]
     if any("error" in values for _, _, values in _results(report)):  # of another workload, whose columns are its own
         for name, split, values in _results(report):
             known = {key: number(value) for key, value in values.items() if isinstance(value, int | float)}
@@ -316,17 +316,17 @@ def costs(report: dict) -> str:
     speed, skipped = report.get("samples_per_s") or {}, report.get("phases_skipped") or {}
     low, high = speed.get("ci95") or (None, None)
     memory = f" ({report['memory_kind']})" if report.get("memory_kind") else ""
-    overall, unit = report.get("overall_samples_per_s"), report.get("unit", "samples")
+    overall, said = report.get("overall_samples_per_s"), naming(report)
     lines = [
         f"{report.get('status')} on {report.get('num_ranks')} x {report.get('device')}, "
         f"{number(report.get('parameters'))} parameters, trained {number(report.get('train_time_s'))} s"
         + (f" for {number(report['steps'])} steps" if report.get("steps") else ""),
-        f"{number(speed.get('median'))} {unit}/s while steady (95 % interval {number(low)} to {number(high)})"
+        f"{number(speed.get('median'))} {said['unit']}/s while steady (95 % interval {number(low)} to {number(high)})"
         + (f", {number(overall)} overall" if overall else ""),
         f"first step after {number(report.get('time_to_first_step_s'))} s, "
         f"peak memory {number(report.get('peak_memory_gib'))} GiB{memory}",
         *_of_machine(report),
-        *map(_of_stage, report.get("stages") or []),
+        *(_of_stage(known, **said) for known in report.get("stages") or []),
         f"phases on: {', '.join(map(str, report.get('phases_on') or [])) or 'none'}",
         *(f"skipped {phase}: {reason}" for phase, reason in skipped.items()),
     ]
@@ -346,11 +346,11 @@ def _of_machine(report: dict) -> list[str]:
     return [*lines, f"held the machine for {number(known['held_s'])} s: ${known['dollars']:,.2f}{budget}, {price}"]
 
 
-def _of_stage(known: dict) -> str:
+def _of_stage(known: dict, unit: str, metric: str) -> str:
     errors = ", ".join(f"{name} {number(error)}" for name, error in known["val_nrmse"].items()) or "not measured"
     return (
         f"stage {known['stage']}: {known['steps']} steps in {number(known['train_time_s'])} s, "
-        f"{number(known['samples_per_s']['median'])} samples/s; its last validation nRMSE: {errors}"
+        f"{number(known['samples_per_s']['median'])} {unit}/s; its last validation {metric}: {errors}"
         + (f"; {verdict(known['gate'])}" if known.get("gate") else "")
         + "".join(f"; {_of_cache(name, cache)}" for name, cache in known.get("cache", {}).items())
     )

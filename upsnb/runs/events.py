@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -33,6 +33,8 @@ def _pair(kind: Any) -> Any:
     return Annotated[list[kind], Field(min_length=2, max_length=2)]
 
 
+NAMING = {"unit": "samples", "metric": "nRMSE"}  # of fields: what is meant where nothing is said
+
 _EVENT = {"kind": str, "time": Number, "step": Count, "stage": _or(str | None, None)}
 _ANSWER = {
     "revision": Count,
@@ -49,8 +51,8 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
         "device": str,
         "parameters": Count,
         "samples_per_step": Count,
-        "unit": _or(str, "samples"),  # what throughput counts, under whatever key
-        "metric": _or(str, "nRMSE"),  # what validations measured
+        "unit": _or(str, NAMING["unit"]),  # what throughput counts, under whatever key
+        "metric": _or(str, NAMING["metric"]),  # what validations measured
         "datasets": dict[str, TypedDict("StartDataset", {"pairs": Count})],
         "phases_on": NotRequired[list[str]],
         "total_steps": _or(Count | None, None),
@@ -157,6 +159,16 @@ FIELDS = {  # of each kind, beside those of every event; what reads events relie
 def _shape(kind: str) -> TypeAdapter:
     shape = TypedDict("Event", {**_EVENT, **FIELDS.get(kind, {})})
     return TypeAdapter(with_config(ConfigDict(strict=True, extra="allow"))(shape))
+
+
+def naming(said: Mapping) -> dict[str, str]:
+    """`unit`, what throughput counts, and `metric`, what errors are called, as a start event or a report says it."""
+    return {key: said.get(key, of_fields) for key, of_fields in NAMING.items()}
+
+
+def latest_start(events: Sequence[dict]) -> dict:
+    """The latest start event: of what a run is; empty before there is one."""
+    return next((event for event in reversed(events) if event["kind"] == "start"), {})
 
 
 def events_path(folder: Path, rank: int = 0) -> Path:

@@ -17,7 +17,7 @@ from upsnb.config import LoggingConfig
 from upsnb.data.audit import headline
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
-from upsnb.runs.events import last_events, newest_events
+from upsnb.runs.events import last_events, naming, newest_events
 from upsnb.runs.files import Shape
 from upsnb.runs.runfolder import REPORT
 from upsnb.runs.throughput import steady_throughput
@@ -175,7 +175,7 @@ def _reported(report: dict) -> dict:
         **{key: report[key] for key in ("train_time_s", "num_ranks", "device", "steps")},
         "phases_on": ", ".join(report["phases_on"]),
         **_speed(report["samples_per_s"]),
-        **_names(report),
+        **naming(report),
         "dollars": report.get("cost", {}).get("dollars"),  # older ones have none
         **_headlines(report["datasets"]),
     }
@@ -196,7 +196,7 @@ def _followed(folder: Path, damage: list[str]) -> dict:
         "steps": step.get("step", 0),
         "phases_on": None if phases_on is None else ", ".join(phases_on),
         **_speed(steady_throughput(newest_events(folder, ("segment", "step"), TAIL_BYTES))),
-        **_names(start),
+        **naming(start),
         "dollars": runfolder.costs(folder)["dollars"],
         **_headlines(evaluation.get("datasets", {})),
     }
@@ -206,11 +206,6 @@ def _validated(folder: Path) -> dict:
     """Of one that reported no errors, those of its last validation."""
     last = last_events(folder, ("eval",))
     return {"nrmse": last["eval"]["val_nrmse"], "split": last["eval"]["split"]} if last else {}
-
-
-def _names(said: dict) -> dict:
-    """What throughput and errors are called; those of fields where nothing says."""
-    return {"unit": said.get("unit", "samples"), "metric": said.get("metric", "nRMSE")}
 
 
 def _speed(throughput: dict) -> dict:

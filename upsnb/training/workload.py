@@ -80,7 +80,8 @@ class Workload(ABC):
             final: this is the split that is reported on.
         Returns:
             {dataset: {"num_samples", "error": the metric, "baseline" and "baseline_error": what is reached without a
-            model, further numbers, each a column of the report's table, "per_sample": {...}}}
+            model, further numbers, each a column of the report's table, "per_sample": {...}, "protocol": {...}, all
+            that the error depends on by what it is called, where runs are to stand on a leaderboard}}
         """
 
     def write(self, folder: Path, results: dict[str, dict], datasets: Mapping[str, Any], split: str, weights: str):

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from upsnb import overlays
 from upsnb.errors import ConfigError, RunError, RunFailed, UpsError
 from upsnb.rules import did_you_mean
 from upsnb.runs import table
+from upsnb.runs.events import naming
 from upsnb.runs.files import own_folder
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import ALIVE
@@ -267,29 +269,46 @@ class _Copy:
     """Events, one by one, into a sink."""
 
     def __init__(self, sink: Sink):
-        self.sink, self.step = sink, 0
+        self.sink, self.step, self.naming = sink, 0, naming({})
 
     def __call__(self, event: dict) -> None:
         if event["kind"] == "start" and event["step"] < self.step:
             self.sink.back_to(event["step"])
+        if event["kind"] == "start":
+            self.naming = naming(event)
         if event["kind"] == "step":
             self.step = event["step"]
-        if values := {name: value for name, value in numbers(event).items() if value is not None}:
+        if values := {name: value for name, value in numbers(event, **self.naming).items() if value is not None}:
             self.sink.scalars(event, values)
         for said in words(event):
             self.sink.text(event, said)
 
 
-def numbers(event: dict) -> dict[str, float | None]:
-    """What an event measured, by the name that curves go under; None where it was not finite."""
+def numbers(event: dict, unit: str, metric: str) -> dict[str, float | None]:
+    """What an event measured, by the name that curves go under; None where it was not finite.
+
+    Args:
+        unit: what throughput counts.
+        metric: what a validation measured.
+    """
     if event["kind"] == "step":
         terms = {f"loss/{term}": value for term, value in event["losses"].items()}
-        return {**{name: event.get(name) for name in MEASURED}, **terms}
+        return {**{_own(name, unit): event.get(name) for name in MEASURED}, **terms}
     if event["kind"] == "eval":
-        return {f"{event['split']}_nrmse/{name}": value for name, value in event["val_nrmse"].items()}
+        return {f"{event['split']}_{_key(metric)}/{name}": value for name, value in event["val_nrmse"].items()}
     if event["kind"] == "telemetry":
         return {f"{name}/{rank}": value for name in TELEMETRY for rank, value in enumerate(event[name])}
     return {}
+
+
+def _key(name: str) -> str:
+    """A unit or a metric as part of a curve's name: `nrmse`, `attribute_error`; no tool takes all signs."""
+    return re.sub(r"[^\w.-]+", "_", name.lower()).strip("_")
+
+
+def _own(name: str, unit: str) -> str:
+    """`samples_per_s` of something else than samples; any other name as it is."""
+    return f"{_key(unit)}_per_s" if name == "samples_per_s" else name
 
 
 def words(event: dict) -> list[str]:
@@ -312,6 +331,7 @@ def _run_id(first: dict) -> str:
 def _reached(run: Run) -> dict[str, float]:
     """Numbers of the run's row in `runs.table`."""
     row = table.row(run.folder, run.folder.name)
-    found = {name: row.get(name) for name in ("steps", "train_time_s", "samples_per_s")}
-    found |= {f"nrmse/{name}": value for name, value in row["nrmse"].items()}
+    said = naming(row)
+    found = {_own(name, said["unit"]): row.get(name) for name in ("steps", "train_time_s", "samples_per_s")}
+    found |= {f"{_key(said['metric'])}/{name}": value for name, value in row["nrmse"].items()}
     return {name: float(value) for name, value in found.items() if value is not None}

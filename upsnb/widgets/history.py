@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from upsnb.phases import label
-from upsnb.runs.events import FIELDS, Tail
+from upsnb.runs.events import FIELDS, Tail, naming
 from upsnb.runs.throughput import TURN_ENDS, turns_with
 from upsnb.widgets.progress import progress
 
@@ -292,12 +292,12 @@ class History:
     @property
     def unit(self) -> str:
         """What throughput counts."""
-        return self.start.get("unit", "samples")
+        return naming(self.start)["unit"]
 
     @property
     def metric(self) -> str:
         """What validations measure."""
-        return self.start.get("metric", "nRMSE")
+        return naming(self.start)["metric"]
 
     @property
     def cycle(self) -> int:

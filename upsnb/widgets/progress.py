@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from upsnb.config import OPERATOR
 from upsnb.report.file import verdict
+from upsnb.runs.events import naming
 
 EVERY_S = 5.0  # between two lines at first
 SLOWER = 0.03  # of the time so far: a night of training prints a few hundred lines, not ten thousand
@@ -51,7 +52,7 @@ class Progress:
             self._log(f"step {event['step']}: guard {event['guard']}, {event['action']}: {event['reason']}")
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
-            metric = self._start.get("metric", "nRMSE")
+            metric = naming(self._start)["metric"]
             self._log(f"step {event['step']:,} | validation {metric}: {errors}{', the best so far' * event['best']}")
         elif kind == "gate":
             self._log(f"step {event['step']:,} | {event['stage']}: {verdict(event)}")
@@ -82,7 +83,7 @@ class Progress:
             f"step {last['step']:,}",
             f"epoch {last['epoch'] + 1}",
             f"loss {self._losses()}",
-            f"{_number(samples / sum(step_s))} {self._start.get('unit', 'samples')}/s",
+            f"{_number(samples / sum(step_s))} {naming(self._start)['unit']}/s",
             duration(last["time_s"]) + (f", {duration(left_s)} left" if left_s < math.inf else ""),
         )
         self._log(" | ".join(parts))
@@ -141,7 +142,7 @@ def _greeting(start: dict) -> str:
     stage = start.get("stage") or OPERATOR
     return f"{stage}: " * (stage != OPERATOR) + (
         f"{start['parameters']:,} parameters on {start['num_ranks']} x {start['device']}, "
-        f"{start['samples_per_step']} {start.get('unit', 'samples')} a step; training pairs: {pairs}"
+        f"{start['samples_per_step']} {naming(start)['unit']} a step; training pairs: {pairs}"
     )
 
 

@@ -123,7 +123,8 @@ class Reference:
     def _measured(config: RunConfig) -> tuple:
         evaluation = config.evaluation
         return (
-            *(config.data.datasets, config.data.split, config.training.time_stride),
+            *(config.data.workload, config.data.workload_settings, config.data.datasets),
+            *(config.data.split, config.training.time_stride),
             *(evaluation.fraction, evaluation.rollout, evaluation.symmetry_average),
         )
 

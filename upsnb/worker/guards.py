@@ -18,6 +18,7 @@ from upsnb.errors import ConfigError, OutOfMemory, RunError
 from upsnb.phases import BY_NAME, is_on, off_overlay
 from upsnb.runs import recovery, runfolder
 from upsnb.runs.events import EventWriter
+from upsnb.training import workload
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.worker.flips import WINDOW_STEPS, Flips
@@ -252,7 +253,8 @@ class Guards:
         self.judged_reference = True
         phase = BY_NAME["loss_frequency"]
         said = ", ".join(f"{name} {value:.4g} against {expected:.4g}" for name, (value, expected) in worse.items())
-        reason = f"validation nRMSE after epoch {epoch} is more than {tolerance:.0%} above the reference's: {said}"
+        metric = workload.of(self.config).metric
+        reason = f"validation {metric} after epoch {epoch} is more than {tolerance:.0%} above the reference's: {said}"
         numbers = {"epoch": epoch, "val_nrmse": {name: pair[0] for name, pair in worse.items()}}
         numbers["reference"] = {name: pair[1] for name, pair in worse.items()}
         if is_on(phase, self.config):
