@@ -91,10 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     ran.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="run folder (a new one under outputs/)")
     checked = command(
         "check",
-        "try every phase and params file for a few steps on this machine",
+        "try every phase and params file for a few steps on this machine, then measure shortly",
         lambda args: commands.check(args.names, args.output),
     )
-    checked.add_argument("names", nargs="*", metavar="NAME", help="phases or params files, for example compile; all")
+    checked.add_argument("names", nargs="*", metavar="NAME", help="phases or params files alone, for example compile")
     checked.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="a new one under outputs/")
     listed = command("list", "print all runs, newest first", lambda args: commands.list_runs(args.root))
     listed.add_argument("root", type=Path, nargs="?", metavar="FOLDER", help="folder of run folders (outputs/)")
@@ -135,10 +135,18 @@ def _parser() -> argparse.ArgumentParser:
     swept = command(
         "sweep",
         "train with many settings, or go on with it",
-        lambda args: commands.sweep(args.file, args.output),
+        lambda args: commands.sweep(args.file, args.output, args.share),
     )
     swept.add_argument("file", type=Path, help="what to vary; docs/leaderboard.md describes it")
     swept.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="named after the file, under outputs/")
+    swept.add_argument("--share", default="", metavar="K/N", help="of what N machines train; then gather")
+    gathered = command(
+        "gather",
+        "put together what several machines trained of one sweep",
+        lambda args: commands.gather(args.folder, args.shares),
+    )
+    gathered.add_argument("folder", type=_folder, metavar="FOLDER", help="for all of them")
+    gathered.add_argument("shares", type=Path, nargs="+", metavar="SHARE", help="a share's folder")
     exported = command(
         "export",
         "write what a run measures for TensorBoard, Weights & Biases, MLflow, or as CSV",
@@ -214,7 +222,7 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
         "launch",
         "rent GPUs at Vast.ai and run a notebook there",
         lambda args: commands.cloud_launch(
-            given(args), args.budget, args.offer, args.max_price, args.image, args.resume, args.yes
+            given(args), args.budget, args.offer, args.max_price, args.image, args.resume, args.yes, args.instances
         ),
     )
     for added in (offered, rented):
@@ -222,6 +230,7 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
         added.add_argument("--budget", type=float, metavar="$", help="spent at most; then it stops itself", **more)
         added.add_argument("--max-price", type=float, metavar="$/H", help="of the whole machine")
     rented.add_argument("--offer", type=int, metavar="ID", help="of cloud offers (the cheapest)")
+    rented.add_argument("--instances", type=int, default=1, metavar="N", help="that share the trainings of 11_sweep")
     rented.add_argument("--image", help="Docker image with Python 3.11 or newer, its venv, and a C++ compiler")
     rented.add_argument("--yes", action="store_true", help="do it; else the command and its price are printed")
     for added in (reached, offered, rented):

@@ -27,6 +27,7 @@ SUMMARISED_BY = {  # modules by the kind of report they write, imported when ask
     "scaling": "compare.scaling",
     "sweep": "compare.sweep",
 }
+SHARED = "11_sweep"  # the notebook whose trainings several machines can share
 LOG_LINES = 25  # of what a failed run said last
 
 
@@ -55,12 +56,12 @@ def list_runs(root: Path | None) -> None:
 
 
 def check(names: list[str], folder: Path | None) -> int:
-    """Try phases and params files on this machine; 1 where one that should run failed."""
+    """Try phases and params files on this machine, all of them with three measurements; 1 where one failed."""
     from upsnb.compare import check
 
     base = overlays.load(runfolder.project_root() / "params/memory_reference.yaml")
     folder = folder or runfolder.new_folder("check")
-    report = check.check(base, folder, chosen=names)
+    report = check.check(base, folder, chosen=names, short=not names)
     print(f"{check.summary(report).splitlines()[0]}; {as_typed(folder / REPORT)} has all of it")
     return int(any(row["verdict"] == check.FAILED for row in report["rows"]))
 
@@ -197,13 +198,27 @@ def board(names: list[str], folder: Path | None, price_per_hour: float) -> None:
     print(board.summary(report), *map(as_typed, written), sep="\n")
 
 
-def sweep(file: Path, folder: Path | None) -> int:
-    """Train what a sweep's file asks for and is not there yet; 1 where a training failed."""
+def sweep(file: Path, folder: Path | None, share: str) -> int:
+    """Train what a sweep's file asks for and is not there yet, or a share of it; 1 where a training failed."""
+    from upsnb.compare import sweep
+
+    planned = sweep.read(file, share)
+    name = "-".join((planned.name, *share.split("/"))) if share else planned.name
+    folder = folder or runfolder.project_root() / planned.base.logging.root / name
+    report = sweep.run(planned, folder, log=print)
+    return _told_of_sweep(folder, report)
+
+
+def gather(folder: Path, shares: list[Path]) -> int:
+    """Put together what several machines trained of one sweep; 1 where a training failed."""
+    from upsnb.compare import sweep
+
+    return _told_of_sweep(folder, sweep.gather(folder, shares))
+
+
+def _told_of_sweep(folder: Path, report: dict) -> int:
     from upsnb.compare import sweep, sweep_figures
 
-    planned = sweep.read(file)
-    folder = folder or runfolder.project_root() / planned.base.logging.root / planned.name
-    report = sweep.run(planned, folder, log=print)
     print(sweep.summary(report), *map(as_typed, sweep_figures.write_figures(folder).values()), sep="\n")
     return int(any(point["failed"] for point in report["points"]))
 
@@ -343,25 +358,35 @@ def cloud_launch(
     image: str | None,
     resume: str | None,
     sure: bool,
+    instances: int = 1,
 ) -> None:
-    """Rent GPUs and let a notebook run there; unless sure, print what would be done."""
+    """Rent GPUs and let a notebook run there; unless sure, print what would be done.
+
+    Raises:
+        RunError: whatever `launches` cannot do; several instances for what is no sweep, or for one offer or run.
+    """
     from upsnb.cloud import launches, vast
 
+    if instances < 1 or instances > 1 and (asked[0].stem != SHARED or offer is not None or resume):
+        raise RunError(f"--instances {instances}: share out the trainings of {SHARED}, without --offer and --resume")
     resumed, image = handle.find(resume) if resume else None, image or vast.IMAGE
-    planned = launches.plan(asked[2], budget, offer, max_price)
-    print(launches.needed(planned["needs"]), launches.offered([planned["offer"]]).to_string(), sep="\n")
-    hours, price = planned["limit_s"] / 3600, planned["offer"]["price_per_hour"]
-    print(
-        f"${price:.3f} an hour: ${budget:g} are {hours:.2f} h; before that the run saves and ends, then it is stopped"
-    )
+    plans: list[dict] = []
+    for _ in range(instances):
+        taken = [planned["offer"]["id"] for planned in plans]
+        plans.append(launches.plan(asked[2], budget / instances, offer, max_price, taken))
+    print(launches.needed(plans[0]["needs"]), launches.offered([one["offer"] for one in plans]).to_string(), sep="\n")
+    for planned in plans:
+        hours, price = planned["limit_s"] / 3600, planned["offer"]["price_per_hour"]
+        held = f"${price:.3f} an hour: ${budget / instances:g} are {hours:.2f} h"
+        print(f"{held}; before that the run saves and ends, then it is stopped")
     if not sure:
-        print(
-            "nothing is rented; with --yes:",
-            launches.command(planned, "upsnb-RUN", Path("onstart.sh"), image),
-            sep="\n",
-        )
+        commands = [launches.command(planned, "upsnb-RUN", Path("onstart.sh"), image) for planned in plans]
+        print("nothing is rented; with --yes:", *commands, sep="\n")
         return
-    _started(launches.start_rented(planned, *asked, resumed, image))
+    notebook, given, config = asked
+    for number, planned in enumerate(plans, 1):
+        its_own = {**given, "share": f"{number}/{instances}"} if instances > 1 else given
+        _started(launches.start_rented(planned, notebook, its_own, config, resumed, image))
 
 
 def _started(folder: Path) -> None:

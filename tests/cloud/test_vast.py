@@ -10,7 +10,7 @@ import pytest
 from fake_vast import KEY, OFFER, OWN_KEY, FakeVast
 from waiting import until
 
-from upsnb import overlays
+from upsnb import commands, overlays
 from upsnb.__main__ import read_parameters
 from upsnb.cloud import launches, vast
 from upsnb.cloud.host import KEPT
@@ -109,6 +109,30 @@ def test_what_cannot_be_rented_is_said_before_anything_is(cloud, config, budget,
     with pytest.raises(RunError, match=said):
         launches.plan(config, budget, offer)
     assert not cloud.instances
+
+
+def test_several_instances_take_an_offer_each_and_a_share_of_the_sweep_and_of_the_budget(
+    cloud, config, monkeypatch, capsys
+):
+    cloud.offers, started = [OFFER | {"id": number} for number in (1, 2, 3)], []
+
+    def start(planned, notebook, given, *rest):
+        started.append((planned["offer"]["id"], given["share"], planned["limit_s"]))
+        return Path(f"run{len(started)}")
+
+    monkeypatch.setattr(launches, "start_rented", start)
+    sweep, alone = Path("11_sweep.ipynb"), launches.plan(config, 5.0)["limit_s"]
+    how = {"offer": None, "max_price": None, "image": None, "resume": None}
+    commands.cloud_launch((sweep, {}, config), 15.0, **how, sure=False, instances=3)
+    assert capsys.readouterr().out.count("create instance") == 3 and not started
+    commands.cloud_launch((sweep, {}, config), 15.0, **how, sure=True, instances=3)
+    assert sorted(one[0] for one in started) == [1, 2, 3] and [one[1] for one in started] == ["1/3", "2/3", "3/3"]
+    assert all(one[2] == pytest.approx(alone) for one in started)
+    with pytest.raises(RunError, match="no other offer has what is needed"):
+        commands.cloud_launch((sweep, {}, config), 20.0, **how, sure=True, instances=4)
+    with pytest.raises(RunError, match="share out the trainings of 11_sweep"):
+        commands.cloud_launch((Path("01_train.ipynb"), {}, config), 15.0, **how, sure=True, instances=3)
+    assert len(started) == 3, "nothing of what cannot be"
 
 
 def test_a_wrong_key_is_said_with_its_remedy_and_is_in_no_message(cloud, config, monkeypatch):

@@ -15,6 +15,7 @@ from waiting import until
 
 from upsnb import config as configs
 from upsnb import overlays
+from upsnb.__main__ import main
 from upsnb.compare import sweep, sweep_figures
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
@@ -85,6 +86,8 @@ BAD = {
     "grid: {lr: [0.1]}\nsampler: optuna": "sampler: got 'optuna' -> write optuna, beside random",
     "random: {lr: [0.1]}\ndraws: 1\nsampler: grid": "sampler: got 'grid' -> write optuna",
     "grid: {tf32: [true]}\nsettings: {device: cpu}": "TF32: training.tf32: TensorFloat-32 is",
+    "grid: {lr: [0.1]}\nshare: 3/2": "share: got '3/2' -> write 2/3 for the second of three",
+    "grid: {lr: [0.1]}\nshare: half": "share: got 'half' -> write 2/3",
     "grid: [lr]": "grid: got ['lr'] -> write settings below it",
     f"grid: {{lr: {[n + 1.0 for n in range(1001)]}}}": "1001 points x 1 seeds -> at most 1000 trainings",
 }
@@ -191,6 +194,74 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path, trained):
     other = overlays.apply(CONFIG, {"training.batch_size": 3})
     with pytest.raises(RunError, match="was trained with another training.batch_size -> choose another folder"):
         sweep.run(sweep.plan(other, grid={"lr": [0.001]}), tmp_path, log=lambda text: None)
+
+
+def shared_out(folder: Path, trained, count: int = 3) -> list[Path]:
+    """A sweep of five settings and two seeds, trained by so many machines; their folders."""
+    trained.errors = {0.001 * n: 0.1 * n for n in range(1, 6)}
+    folders = [folder / f"machine{number}" for number in range(1, count + 1)]
+    for number, own in enumerate(folders, 1):
+        planned = sweep.plan(CONFIG, grid={"lr": [*trained.errors]}, seeds=[1, 2], share=f"{number}/{count}")
+        report = sweep.run(planned, own, log=lambda text: None)
+        assert sum(point["missing"] for point in report["points"]) > 0, "it knows of what others train"
+    return folders
+
+
+def test_machines_that_share_a_sweep_train_each_training_once_and_together_all(tmp_path, trained):
+    shares = shared_out(tmp_path, trained)
+    names = [name for name, *_ in trained.asked]
+    assert len(names) == len(set(names)) == 10
+    assert sorted(len([*share.glob("runs/*")]) for share in shares) == [3, 3, 4]
+    together = sweep.gather(tmp_path / "all", shares)
+    trained.asked.clear()
+    alone = sweep.run(
+        sweep.plan(CONFIG, grid={"lr": [*trained.errors]}, seeds=[1, 2]), tmp_path / "alone", log=lambda text: None
+    )
+    assert together["points"] == alone["points"] and not any(point["missing"] for point in together["points"])
+    assert (tmp_path / "all/best.yaml").read_text() == (tmp_path / "alone/best.yaml").read_text()
+
+
+def test_tasks_of_a_slurm_array_ask_for_shares_that_the_command_knows(tmp_path, trained, monkeypatch):
+    said = tmp_path / "python"
+    said.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    said.chmod(0o755)
+    project, file = runfolder.project_root(), tmp_path / "rates.yaml"
+    file.write_text("base: smoke\ngrid: {lr: [0.1, 0.2]}\n")
+    for task in "12":
+        given = {"ARRAY_TASK_ID": task, "ARRAY_TASK_COUNT": "2", "ARRAY_JOB_ID": "77"}
+        environment = {
+            **os.environ,
+            "UPSNB_PYTHON": str(said),
+            **{f"SLURM_{key}": value for key, value in given.items()},
+        }
+        script = ["bash", project / "params/slurm/sweep.sbatch", file]
+        asked = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        assert asked[:2] == ["-m", "upsnb"] and asked[-1] == f"outputs/slurm-77-{task}"
+        assert main([*asked[2:-1], str(tmp_path / task)]) == 0
+    assert len({name for name, *_ in trained.asked}) == len(trained.asked) == 2
+    assert main(["gather", str(tmp_path / "all"), str(tmp_path / "1"), str(tmp_path / "2")]) == 0
+    assert len([*(tmp_path / "all/runs").iterdir()]) == 2
+
+
+def test_what_one_machine_still_trains_is_gathered_later_and_what_is_there_stays(tmp_path, trained):
+    *early, late = shared_out(tmp_path, trained)
+    report = sweep.gather(tmp_path / "all", early)
+    assert sum(point["missing"] for point in report["points"]) == 3
+    mark = next((tmp_path / "all/runs").iterdir()) / "mine"
+    mark.touch()
+    report = sweep.gather(tmp_path / "all", [late])
+    assert not any(point["missing"] for point in report["points"]) and mark.exists()
+    assert len([*(tmp_path / "all/runs").iterdir()]) == 10
+
+
+def test_shares_of_two_sweeps_are_not_gathered_in_one_folder(tmp_path, trained):
+    shares = shared_out(tmp_path, trained)
+    sweep.run(sweep.plan(CONFIG, grid={"lr": [0.5]}), tmp_path / "other", log=lambda text: None)
+    with pytest.raises(RunError, match="other: is of another sweep than .*machine1 -> gather them apart"):
+        sweep.gather(tmp_path / "all", [*shares, tmp_path / "other"])
+    with pytest.raises(RunError, match="nowhere: holds no sweep"):
+        sweep.gather(tmp_path / "all", [tmp_path / "nowhere"])
+    assert not (tmp_path / "all").exists()
 
 
 def test_two_processes_do_not_work_on_one_sweep(tmp_path, trained):

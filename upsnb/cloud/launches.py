@@ -10,7 +10,7 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -79,18 +79,27 @@ def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed
     return folder
 
 
-def plan(config: RunConfig, budget: float, offer: int | None = None, max_price: float | None = None) -> dict:
+def plan(
+    config: RunConfig,
+    budget: float,
+    offer: int | None = None,
+    max_price: float | None = None,
+    taken: Collection[int] = (),
+) -> dict:
     """What would be rented for a run, for how long and at what price; nothing is rented.
 
+    Args:
+        taken: offers that are meant for others.
     Returns:
         The offer's row, what is needed, seconds until the switch stops it, and the dollars left for training.
     Raises:
         RunError: no offer, not this one, or a budget that is spent before anything trains.
     """
     wanted = vast.needs(config)
-    rows = vast.offers(config, wanted, budget, max_price)
+    rows = [row for row in vast.offers(config, wanted, budget, max_price) if row["id"] not in taken]
     if not rows:
-        raise RunError(f"no offer has what is needed ({vast.query(wanted, max_price)}) -> ask for less, or later")
+        asked = f"no {'other ' * bool(taken)}offer has what is needed ({vast.query(wanted, max_price)})"
+        raise RunError(f"{asked} -> ask for less, or later")
     chosen = next((row for row in rows if offer in (None, row["id"])), None)
     if chosen is None:
         raise RunError(f"offer {offer}: is not among those that have what is needed -> {rows[0]['id']} is the cheapest")

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ from upsnb.runs.throughput import median_with_interval
 from upsnb.widgets.progress import rewrite
 
 FORMAT, KIND = 1, "sweep"
-PARAMETERS = ("grid", "random", "draws", "sampler", "seeds")  # of the notebook, beside the sections
+PARAMETERS = ("grid", "random", "draws", "sampler", "seeds", "share")  # of the notebook, beside the sections
 KEYS = ("base", "settings", *PARAMETERS)  # of a sweep's file
 RANGE = ("from", "to", "log")  # of what is drawn from an interval
 SWEEP, RUNS, BEST = "sweep.json", "runs", "best.yaml"
@@ -68,6 +69,7 @@ class Sweep:
     seeds: tuple[int, ...]
     axes: Mapping = field(default_factory=dict)  # of a search: what further points are drawn from
     draws: int = 0  # and how many there are in all
+    share: tuple[int, int] = (1, 1)  # which one is trained here, of how many
 
     def config(self, point: Mapping, seed: int) -> RunConfig:
         """Of one training."""
@@ -78,8 +80,8 @@ class Sweep:
 # -- what to train -------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Sweep:
-    """A sweep's file.
+def read(path: Path, share: str = "") -> Sweep:
+    """A sweep's file, or a share of it.
 
     Raises:
         ConfigError: every problem of it, a sentence each.
@@ -99,6 +101,7 @@ def read(path: Path) -> Sweep:
         more = {}
     layers.put(more, "settings")
     given = {key: values[key] for key in PARAMETERS if values.get(key) is not None}
+    given |= {"share": share} if share else {}
     return plan(layers.config(), Path(path).stem, where=as_typed(path), **given)
 
 
@@ -110,6 +113,7 @@ def plan(
     draws: int = 0,
     sampler: str = "",
     seeds: Sequence[int] = (42,),
+    share: str = "",
     where: str = "the sweep",
 ) -> Sweep:
     """What a grid or a random draw asks for.
@@ -119,6 +123,7 @@ def plan(
         random: values by setting, or {"from", "to", "log"}: an interval, even on a logarithmic scale with `log`.
         draws: how many random points; more of them begin with the same.
         sampler: "optuna" draws all but the first few by what those before came to; empty: chance draws them.
+        share: "2/3": the second of three machines' trainings, every third one; see `gather`. Empty: all of them.
     Raises:
         ConfigError: every problem, a sentence each.
     """
@@ -135,6 +140,12 @@ def plan(
         problems.append(f"sampler: got {shown(sampler)} -> write {SAMPLER}, beside random, or nothing")
     elif sampler and find_spec(SAMPLER) is None:
         problems.append(f"sampler: {SAMPLER} is not installed -> {INSTALL}, or let chance draw")
+    part = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", share or "1/1") if isinstance(share, str) else None
+    mine = tuple(map(int, part.groups())) if part else (1, 0)
+    if mine[0] > mine[1]:
+        problems.append(f"share: got {shown(share)} -> write 2/3 for the second of three, or nothing for all")
+    elif sampler and mine[1] > 1:
+        problems.append(f"share: {sampler} draws by all that came before -> let one machine train them all")
     axes = {}
     for said, chosen in (("grid", grid), ("random", random)):
         if chosen and not isinstance(chosen, Mapping):
@@ -154,7 +165,7 @@ def plan(
         asked = f"{max(len(points), draws)} points x {len(seeds)} seeds"
         raise ConfigError([f"{asked} -> at most {MOST_RUNS} trainings; draw at random instead of a grid"], where)
     further = {"axes": axes, "draws": draws} if sampler else {}
-    sweep = Sweep(name, base, tuple(points), tuple(seeds), **further)
+    sweep = Sweep(name, base, tuple(points), tuple(seeds), share=mine, **further)
     machine = hardware.detect()
     for point in points:
         try:
@@ -256,7 +267,8 @@ def run(sweep: Sweep, folder: Path | str, log: Callable[[str], None] = rewrite) 
 
 
 def _train(sweep: Sweep, folder: Path, log: Callable[[str], None]) -> dict:
-    """Train those of the sweep's points that are missing; the report."""
+    """Train those of this share's points that are missing; the report."""
+    first, every = sweep.share
     trainings = {run_name(point, seed): (point, seed) for point in sweep.points for seed in sweep.seeds}
     for name, (point, seed) in trainings.items():
         if (folder / RUNS / name / runfolder.MANIFEST).exists():
@@ -264,8 +276,9 @@ def _train(sweep: Sweep, folder: Path, log: Callable[[str], None]) -> dict:
     points = [{"settings": one, "runs": [run_name(one, seed) for seed in sweep.seeds]} for one in sweep.points]
     base = overlays.difference(RunConfig(), sweep.base)
     runfolder.write_json(folder / SWEEP, {"format": FORMAT, "name": sweep.name, "base": base, "points": points})
+    own = dict(itertools.islice(trainings.items(), first - 1, None, every))
     try:
-        _work(sweep, folder, trainings, log)
+        _work(sweep, folder, own, log)
     finally:
         found = report(folder)
     return found
@@ -364,6 +377,35 @@ class _Record(Shape):
     name: str
     base: dict
     points: list[_Point]
+
+
+def gather(folder: Path | str, shares: Sequence[Path]) -> dict:
+    """Put together what shares of a sweep trained, each in a folder of its own; the report.
+
+    What has ended is copied; what is there already stays, so that a share can be gathered again when it has more.
+
+    Raises:
+        RunError: a folder that holds no sweep, or another one.
+    """
+    folder = Path(folder).absolute()
+    known = [folder] * (folder / SWEEP).exists() + [*map(Path, shares)]
+    if strange := [place for place in known if not (place / SWEEP).exists()]:
+        raise RunError(f"{as_typed(strange[0])}: holds no sweep -> name folders that a sweep was trained in")
+    records = [read_json(place / SWEEP, FORMAT, _Record) for place in known]
+    for place, record in zip(known, records):
+        if any(record[key] != records[0][key] for key in ("base", "points")):
+            raise RunError(f"{as_typed(place)}: is of another sweep than {as_typed(known[0])} -> gather them apart")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        for place, name in itertools.product(known, (name for point in records[0]["points"] for name in point["runs"])):
+            target = folder / RUNS / name
+            if is_done(place / RUNS / name) and not target.exists():
+                unfinished = target.with_name(f".{name}")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.copytree(place / RUNS / name, unfinished)
+                unfinished.replace(target)
+        runfolder.write_json(folder / SWEEP, {"format": FORMAT, **records[0]})
+        return report(folder)
 
 
 def report(folder: Path | str) -> dict:
