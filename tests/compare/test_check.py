@@ -5,7 +5,7 @@ import json
 import pytest
 
 from upsnb import overlays
-from upsnb.__main__ import main
+from upsnb.__main__ import main, read_parameters
 from upsnb.compare import check
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
@@ -51,6 +51,58 @@ def test_what_does_not_apply_to_a_model_is_not_tried(tmp_path):
     (row,) = report["rows"]
     assert (row["verdict"], row["why"]) == (DOES_NOT_APPLY, "FNO predicts on its grid only") and row["step_ms"] is None
     assert check.summary(report).startswith("0 ran, 0 refused, 1 did not apply, 0 failed\nloss_frequency: does not")
+
+
+SPEEDUP = {"median": 1.25, "ci95": [1.1, 1.4]}
+MEASURED = {  # what reports of the notebooks say, and what is told of them
+    "08_profile": (
+        {"kind": "profile", "median_step_ms": 30.0, "floor": {"ms": 12.0}, "mfu": 0.414},
+        "30 ms a step, 2.5 times its floor, MFU 41%",
+    ),
+    "04_phases": (
+        {"kind": "phases", "alone": [{"phase": "fused", "ratio": SPEEDUP}, {"phase": "bf16", "ratio": SPEEDUP}]},
+        "fused 1.25 [1.10, 1.40]; bf16 1.25 [1.10, 1.40]",
+    ),
+    "02_compare": (
+        {"kind": "compare", "differences": {"optimizer.fused": True}, "speedup": SPEEDUP},
+        "with optimizer.fused: 1.25 [1.10, 1.40] times the throughput",
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
+def test_short_measurements_are_of_the_same_model_without_a_phase_and_each_notebook_takes_its_words(
+    tmp_path, monkeypatch, machine
+):
+    started = {}
+
+    def run(arguments, log, limit_s, environment):
+        _, _, notebook, _, folder, *words = arguments
+        parameters, _ = read_parameters(runfolder.project_root() / notebook, [], words[1::2], lambda config: [])
+        started[log.stem] = overlays.load(parameters.get("preset") or parameters["baseline"])
+        (log.with_suffix("") / runfolder.REPORT).write_text(json.dumps(MEASURED[log.stem][0]))
+        return "it broke" if log.stem == "04_phases" else ""
+
+    monkeypatch.setattr(check, "_failed", run)
+    monkeypatch.setattr(check, "plan", lambda *arguments: [])
+    monkeypatch.setattr(check.hardware, "detect", lambda: machine)
+    monkeypatch.setattr(check, "facts", lambda machine: {})
+    rows = check.check(BASE, tmp_path, short=True, log=lambda text: None)["rows"]
+    assert [row["name"] for row in rows] == [*started] == [*check.SHORT]
+    for row in rows:
+        broken = row["name"] == "04_phases"
+        assert row["verdict"] == (check.FAILED if broken else check.RAN)
+        assert row["why"] == ("it broke" if broken else "") and broken == ("measured" not in row)
+        assert broken or row["measured"] == MEASURED[row["name"]][1]
+    for config in started.values():
+        assert config.operator.pdet.hidden_dim == 384 and not [phase.name for phase in PHASES if is_on(phase, config)]
+        assert (config.training.batch_size == 2) == (machine is CPU)
+    assert len(check.table({"rows": rows})) == len(MEASURED)
+
+
+@pytest.mark.parametrize("told", MEASURED.values(), ids=MEASURED)
+def test_a_measurement_is_told_in_a_line(told):
+    assert check._told(told[0]) == told[1]
 
 
 def test_an_unknown_name_is_refused():

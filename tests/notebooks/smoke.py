@@ -24,7 +24,7 @@ def smoke(clock: bool = True) -> dict:
 
 
 OTHERWISE = {  # notebook: parameters beside or instead of the preset
-    "00_check": {"preset": "smoke", "chosen": ["fused", "tf32"]},
+    "00_check": {"preset": "smoke", "chosen": ["fused", "tf32"], "short": False},
     # A number of steps instead of a time: as good on a busy machine as on a quiet one.
     "01_train": {"preset": "smoke", "training": {"time_limit_s": None}, "stages": {"operator": {"epochs": 3}}},
     "02_compare": {**smoke(clock=False), "isolate": "activation_checkpointing", "seeds": [42], "block_s": 1.0},

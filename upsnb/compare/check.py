@@ -1,8 +1,8 @@
-"""What this machine can do: its hardware, and a few real steps of every phase and params file, each in a process.
+"""What this machine can do: its hardware, a few steps of every phase and params file, and three short measurements.
 
 Steps are of the reference model at its full width, on little generated data: which ones run, which are refused or do
-not apply to the model and why, which fail and how. Nothing here says how fast a phase is: `upsnb.compare.ladder`
-measures that.
+not apply to the model and why, which fail and how. Each is a process of its own, and so are the notebooks that follow
+and measure, of the same model: they show that measuring works here, and first numbers, which a longer run may correct.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import yaml
 
 from upsnb import config as configs
 from upsnb import hardware, overlays, phases
@@ -30,7 +31,7 @@ from upsnb.data import datasets
 from upsnb.errors import ConfigError
 from upsnb.hardware import NVIDIA_DRIVER, Hardware
 from upsnb.phases import DOES_NOT_APPLY, REFUSED, Verdict
-from upsnb.report.file import finish, number
+from upsnb.report.file import factor, finish, number
 from upsnb.runs import runfolder
 from upsnb.runs.ranks import allocator_environment
 from upsnb.training import parallel, preflight
@@ -38,7 +39,7 @@ from upsnb.training.setup import Setup
 from upsnb.training.timing import peak_memory_gib
 
 FORMAT, KIND = 1, "check"
-PARAMETERS = ("chosen", "num_steps", "limit_s")  # of the notebook, beside the sections
+PARAMETERS = ("chosen", "num_steps", "limit_s", "short")  # of the notebook, beside the sections
 EAGER = "no phase"
 RESULT = "result.json"
 PARTIAL = (  # no recipes, or whose first stage says little
@@ -48,6 +49,13 @@ PARTIAL = (  # no recipes, or whose first stage says little
 ON_TOP = ("conservative", "aggressive")  # of a whole config
 SMALL = {"training.batch_size": 2, "training.accum_steps": 1, "operator.pdet.depth": 2}  # where there is no GPU
 RAN, FAILED = "ran", "failed"
+SHORT = {  # notebooks that measure, cut to a minute or so
+    "08_profile": {"warm_up_s": 5.0},
+    "04_phases": {"rounds": 3, "block_s": 2.0, "search_minutes": 0.0},
+    "02_compare": {"seeds": [42], "block_s": 2.0, "noise_floor": False},
+}
+SHORT_PHASES = {"cpu": ("fused",), "cuda": ("compile", "bf16", "fused")}  # compiling takes a CPU minutes
+SHORT_EPOCHS = {"cpu": 1, "cuda": 20}  # of the comparison
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,7 @@ def check(
     chosen: Sequence[str] = (),
     num_steps: int = 4,
     limit_s: float = 180.0,
+    short: bool = False,
     log: Callable[[str], None] = print,
 ) -> dict:
     """Try everything of `plan`, one after the other; the report, also written to `report.json`.
@@ -167,6 +176,7 @@ def check(
     Args:
         num_steps: optimizer steps of each, the first of which compiles.
         limit_s: after which one of them counts as failed [s].
+        short: then profile, measure and compare as well, by the notebooks that do.
     """
     machine, folder = hardware.detect(), Path(folder).absolute()
     told = facts(machine)
@@ -179,6 +189,9 @@ def check(
                 datasets.ensure_generated(dataset, folder / "data", log)
     for trial in trials:
         rows.append(_row(trial, folder, num_steps, limit_s))
+        log(_line(rows[-1]))
+    for name in SHORT if short else ():
+        rows.append(_measured(name, base, machine, folder, limit_s))
         log(_line(rows[-1]))
     report = {"format": FORMAT, "kind": KIND, "facts": told, "rows": rows, "num_steps": num_steps}
     return finish(report, folder)
@@ -198,23 +211,64 @@ def _row(trial: Trial, folder: Path, num_steps: int, limit_s: float) -> dict:
         return row
     own.mkdir(parents=True, exist_ok=True)
     configs.save(trial.config, own / runfolder.CONFIG)
-    command = [sys.executable, "-m", "upsnb.compare.check", str(own), str(folder / "data"), str(num_steps)]
+    arguments = ["upsnb.compare.check", str(own), str(folder / "data"), str(num_steps)]
+    if failed := _failed(arguments, own / "log.txt", limit_s, allocator_environment(trial.config)):
+        return {**row, "verdict": FAILED, "why": failed}
+    return {**row, "verdict": RAN, **json.loads((own / RESULT).read_text())}
+
+
+def _failed(arguments: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> str:
+    """Run a module of this project in a process; in words, why it failed, if it did."""
+    command = [sys.executable, "-m", *arguments]
+    options = {"capture_output": True, "text": True, "cwd": runfolder.project_root(), "env": os.environ | environment}
     try:
-        environment = os.environ | allocator_environment(trial.config)
-        options = {"capture_output": True, "text": True, "cwd": runfolder.project_root(), "env": environment}
         done = subprocess.run(command, timeout=limit_s, **options)
     except subprocess.TimeoutExpired:
-        return {**row, "verdict": FAILED, "why": f"not done after {limit_s:g} s"}
-    (own / "log.txt").write_text(done.stdout + done.stderr)
-    if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return {**row, "verdict": FAILED, "why": said[-1] if said else f"ended with code {done.returncode}"}
-    return {**row, "verdict": RAN, **json.loads((own / RESULT).read_text())}
+        return f"not done after {limit_s:g} s"
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode == 0:
+        return ""
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"ended with code {done.returncode}"]
+    return next((line for line in said if line.startswith("FAILED: ")), said[-1])  # a notebook's cause, or an error
+
+
+def _measured(notebook: str, base: RunConfig, machine: Hardware, folder: Path, limit_s: float) -> dict:
+    """What a notebook measures of the model, with everything in it cut short."""
+    own, chosen = folder / "short" / notebook, SHORT_PHASES[machine.device]
+    own.mkdir(parents=True, exist_ok=True)
+    config = _on_little_data(overlays.apply(base, phases.baseline_overlay(base)), machine)
+    more = {"data.root": str(folder / "data"), "stages.operator.epochs": SHORT_EPOCHS[machine.device]}
+    settings = overlays.difference(RunConfig(), overlays.apply(config, more))
+    file = own.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump({"preset": "", **settings}, sort_keys=False))
+    given = {**SHORT[notebook], ("baseline" if notebook == "02_compare" else "preset"): str(file)}
+    given |= {"02_compare": {"isolate": chosen[0]}, "04_phases": {"chosen": [*chosen]}}.get(notebook, {})
+    words = [word for key, value in given.items() for word in ("-p", f"{key}={json.dumps(value)}")]
+    row = {"name": notebook, "kind": "notebook", "without": ""}
+    row |= dict.fromkeys(("step_ms", "first_step_s", "memory_gib"))
+    command = ["upsnb", "run", f"notebooks/{notebook}.ipynb", "-o", str(own), *words]
+    if failed := _failed(command, own.with_suffix(".log"), limit_s, {}):
+        return {**row, "verdict": FAILED, "why": failed}
+    return {**row, "verdict": RAN, "why": "", "measured": _told(json.loads((own / runfolder.REPORT).read_text()))}
+
+
+def _told(report: Mapping) -> str:
+    """What a notebook's report comes to, in a line."""
+    if report["kind"] == "compare":
+        changed = ", ".join(path for path in report["differences"] if path != "logging.name")
+        return f"with {changed}: {factor(report['speedup'])} times the throughput"
+    if report["kind"] == "profile":
+        over = report["median_step_ms"] / report["floor"]["ms"]
+        return f"{report['median_step_ms']:.3g} ms a step, {over:.1f} times its floor, MFU {report['mfu']:.0%}"
+    rows = {row["phase"]: factor(row["ratio"]) if "ratio" in row else "failed" for row in report["alone"]}
+    return "; ".join(f"{phase} {told}" for phase, told in rows.items())
 
 
 def _line(row: Mapping) -> str:
     text = f"{row['name']}: {row['verdict']}"
-    if row["verdict"] == RAN:
+    if "measured" in row:
+        text += f", {row['measured']}"
+    elif row["verdict"] == RAN:
         text += f", {number(row['step_ms'], 3)} ms a step, the first after {row['first_step_s']:.1f} s"
     text += f": {row['why']}" if row["why"] else ""
     return text + (f" (without {row['without']})" if row["without"] else "")
@@ -229,7 +283,7 @@ def summary(report: Mapping) -> str:
 
 
 def table(report: Mapping):
-    """One row for each phase and params file."""
+    """One row for each phase, params file and notebook."""
     import pandas as pd
 
     rows = [
@@ -239,7 +293,7 @@ def table(report: Mapping):
             "first step [s]": number(row["first_step_s"], 3),
             "a step [ms]": number(row["step_ms"], 3),
             "memory [GiB]": number(row["memory_gib"], 3),
-            "why, or without what": row["why"] or row["without"],
+            "why, without what, or what was measured": row["why"] or row["without"] or row.get("measured", ""),
         }
         for row in report["rows"]
     ]
