@@ -153,7 +153,7 @@ def workloads(report: Mapping) -> str:
     """What each example reached, and what the phases gain there."""
     rows = []
     for name, found in report["examples"].items():
-        own, compared = found["trained"], found["compared"]
+        own, compared = found["trained"], found.get("compared")  # None: not since the example changed
         for dataset, reached in own["reached"].items():
             row = {
                 "example": name,
@@ -162,9 +162,10 @@ def workloads(report: Mapping) -> str:
                 "reached": number(reached["error"], 3),
                 "without a model": f"{reached['baseline']} {number(reached['baseline_error'], 3)}",
                 "trained [s]": number(own["train_time_s"], 3),
+                "on cores": own.get("cores", report["hardware"]["num_cores"]),
                 "speed": f"{own['samples_per_s']['median']:,.0f} {own['unit']}/s",
-                "phases over none": factor(compared["speedup"]),
-                "their error over its": number(compared["error_ratio"][dataset], 3),
+                "phases over none": factor(compared["speedup"]) if compared else "not measured",
+                "their error over its": number(compared["error_ratio"][dataset], 3) if compared else "",
                 "`gc.collect()` [ms]": number(found["collecting_ms"], 3),
             }
             rows.append(row)
@@ -214,5 +215,7 @@ def eleven(report: Mapping) -> str:
     seconds = " or ".join(
         f"{time_s:g}" for time_s in sorted({found["time_s"] for found in report["families"].values()})
     )
-    head = f"{seconds} s for each training, one seed, {where(report)}. UPS has the smaller mean error in {ahead} of {len(rows)} families."
+    apart = all(found.get("cores") == 1 for found in report["families"].values())
+    how = "one core for each model, both at the same time, " if apart else ""
+    head = f"{seconds} s for each training, {how}one seed, {where(report)}. UPS has the smaller mean error in {ahead} of {len(rows)} families."
     return f"{head}\n\n{markdown(pd.DataFrame(rows).fillna(''))}"

@@ -8,6 +8,7 @@ for as many epochs: that file without any phase, and with those of FAST, which a
 
 import argparse
 import gc
+import json
 import time
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def trained(name: str, folder: Path, output: Path) -> dict:
             style.save(draw(), output, f"{name}_{figure}")
     known = {key: report[key] for key in NUMBERS}
     reached = {dataset: next(iter(splits.values())) for dataset, splits in report["datasets"].items()}
-    return {"unit": unit["unit"], "metric": unit["metric"], **known, "reached": reached}
+    named = {"unit": unit["unit"], "metric": unit["metric"], "cores": hardware.detect().num_cores}
+    return {**named, **known, "reached": reached}
 
 
 def compared(name: str, folder: Path) -> dict:
@@ -84,12 +86,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=EPOCHS, default=list(EPOCHS))
     parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/workloads")
     args = parser.parse_args()
-    work, found = runfolder.new_folder("workloads"), {}
+    kept = args.output / REPORT
+    work, found = runfolder.new_folder("workloads"), json.loads(kept.read_text())["examples"] if kept.exists() else {}
     hardware.check_runnable(overlays.apply(of_example(args.only[0]), FAST), hardware.detect())
     for name in args.only:
         found[name] = {"trained": trained(name, work / f"{name}-trained", args.output)}
         found[name] |= {"compared": compared(name, work / name), "collecting_ms": collecting_ms(name)}
-        save({"format": 1, "kind": "workloads", "examples": found}, args.output / REPORT)
+        save({"format": 1, "kind": "workloads", "examples": found}, kept)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from upsnb.models.network import Network
 from upsnb.models.transformer import KERNELS, rotate
 
 SIZES = {  # width, blocks, heads, heads of keys and values
-    "tiny": (128, 4, 2, 1),  # for a CPU, where scores cost most: few heads
+    "tiny": (128, 2, 2, 1),  # for a CPU, where scores cost most: few heads
     "small": (1024, 12, 16, 4),
     "medium": (1536, 18, 24, 6),
     "large": (2048, 24, 32, 8),
@@ -49,7 +49,12 @@ def same_document_blocks(documents_BN: Tensor):
 
 
 class Attention(nn.Module):
-    """Causal attention within documents; several heads share one of keys and values (GQA, arXiv 2305.13245)."""
+    """Causal attention within documents; several heads share one of keys and values (GQA, arXiv 2305.13245).
+
+    Each key is blended with the key before it, so that one layer can look for what followed a token ("smeared keys" of
+    Olsson et al., In-context Learning and Induction Heads, 2022): that is what a long context is read for, and two
+    plain layers take far longer to find it.
+    """
 
     def __init__(self, dim: int, heads: int, kv_heads: int):
         super().__init__()
@@ -57,16 +62,20 @@ class Attention(nn.Module):
         self.query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
+        self.smear = nn.Parameter(torch.zeros(kv_heads, 1, 1))  # its sigmoid is the share of the key before
 
-    def forward(self, x_BND: Tensor, table: tuple[Tensor, Tensor], mask) -> Tensor:
+    def forward(self, x_BND: Tensor, table: tuple[Tensor, Tensor], starts_BN: Tensor, mask) -> Tensor:
         """(B, N, D) -> (B, N, D).
 
         Args:
+            starts_BN: where a document begins, whose first key has none before it.
             mask: of `same_document`; of `same_document_blocks` where the kernel is flex.
         """
         batch, count, _ = x_BND.shape
         q = self.query(x_BND).view(batch, count, self.heads, self.head_dim).transpose(1, 2)
         k, v = self.key_value(x_BND).view(batch, count, 2, self.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        before = F.pad(k[:, :, :-1], (0, 0, 1, 0)).masked_fill(starts_BN[:, None, :, None], 0.0)
+        k = torch.lerp(k, before, self.smear.sigmoid().to(k.dtype))
         q, k = rotate(q, table), rotate(k, table)
         y = self._attend(q, k, v.contiguous(), mask)
         return self.output(y.transpose(1, 2).reshape(batch, count, -1))
@@ -111,8 +120,8 @@ class Block(nn.Module):
         for output in (self.attention.output, self.mlp.down):  # so that the sum over blocks starts at unit scale
             nn.init.normal_(output.weight, std=0.02 / (2 * depth) ** 0.5)
 
-    def forward(self, x_BND: Tensor, table, mask) -> Tensor:
-        x_BND = x_BND + self.attention(self.attention_norm(x_BND), table, mask)
+    def forward(self, x_BND: Tensor, table, starts_BN: Tensor, mask) -> Tensor:
+        x_BND = x_BND + self.attention(self.attention_norm(x_BND), table, starts_BN, mask)
         return x_BND + self.mlp(self.mlp_norm(x_BND))
 
 
@@ -178,8 +187,9 @@ class Decoder(Network):
         table = self.cos[:count], self.sin[:count]
         flex = self.training and self.layers[0].attention.backend == "flex"
         mask = (same_document_blocks if flex else same_document)(documents_BN)
+        starts = documents_BN != F.pad(documents_BN[:, :-1], (1, 0), value=-1)
         for block in self.layers:
-            x = block(x, table, mask)
+            x = block(x, table, starts, mask)
         return x
 
     def forward(self, tokens_BN: Tensor, documents_BN: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import ValidationError
 from torch import Tensor
 
 from examples.long_context import data
@@ -18,7 +16,6 @@ from examples.long_context.data import Corpus, Settings, TokenBatch, TokenSpec
 from examples.long_context.model import IGNORED, Decoder, next_tokens
 from upsnb.data.datasets import Outline
 from upsnb.data.source import thinned
-from upsnb.errors import ConfigError, Problem
 from upsnb.report import style
 from upsnb.training import parallel
 from upsnb.training.losses import Objective
@@ -56,13 +53,7 @@ class LongContext(Workload):
 
     def __init__(self, config):
         super().__init__(config)
-        try:
-            self.settings = Settings.model_validate_json(json.dumps(config.data.workload_settings))
-        except ValidationError as error:
-            known, where = f"known are {', '.join(Settings.model_fields)}", "data.workload_settings"
-            raise ConfigError(
-                [Problem(f"{where}.{found['loc'][0]}", found["msg"], known) for found in error.errors()]
-            ) from None
+        self.settings = self.section(Settings, "data.workload_settings")
         self.split = config.data.split.validation_fraction, config.data.split.test_fraction
 
     def units_per_pair(self) -> int:

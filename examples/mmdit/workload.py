@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +12,11 @@ from typing import Literal
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import ValidationError
 from torch import Tensor
 
 from examples.mmdit import data, figures, judge
 from examples.mmdit.model import CHANNELS, BucketSpec, MMDiT, Shape
-from examples.mmdit.sampler import noise, sample
+from examples.mmdit.sampler import noise, sample, shifted
 from upsnb.config import TrainingConfig
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.data.datasets import Outline
@@ -42,7 +40,7 @@ class Settings(Section):
     caption_dropout: OpenFraction = 0.1  # share of training pairs whose caption is left out, for guidance
     method: Literal["euler", "heun"] = "euler"  # how samples are drawn
     steps: PositiveInt = 20  # from noise to picture
-    guidance: NonNegativeFloat = 2.0  # 1: none
+    guidance: NonNegativeFloat = 3.0  # 1: none
 
 
 @dataclass
@@ -90,8 +88,8 @@ class Bucket:
 
 
 def logit_normal(draws_B: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1) -> times whose logits are standard normal (arXiv 2403.03206), in the same order."""
-    return torch.sigmoid(torch.special.ndtri(draws_B))
+    """Uniform numbers in [0, 1) -> shifted times of standard normal logits (arXiv 2403.03206), in the same order."""
+    return shifted(torch.sigmoid(torch.special.ndtri(draws_B)))
 
 
 class FlowObjective(Objective):
@@ -129,15 +127,6 @@ def flow_errors(model: MMDiT, name: str, pictures: Tensor, tokens: Tensor, time_
     return (velocity.float() - (drawn - x)).square().mean(dim=(1, 2, 3))
 
 
-def _section(kind: type[Section], values: dict, where: str) -> Section:
-    try:
-        return kind.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        found = [(".".join(map(str, (where, *one["loc"]))), one["msg"]) for one in error.errors()]
-        known = f"the settings are {', '.join(kind.model_fields)}"
-        raise ConfigError([Problem(path, said, known) for path, said in found], "the workload") from None
-
-
 class TextToPicture(Workload):
     """Drawn scenes and their captions, one dataset for each size of picture, judged by what samples show."""
 
@@ -146,8 +135,8 @@ class TextToPicture(Workload):
 
     def __init__(self, config):
         super().__init__(config)
-        self.settings = _section(Settings, config.data.workload_settings, "data.workload_settings")
-        self.shape = _section(Shape, config.model.settings, "model.settings")
+        self.settings = self.section(Settings, "data.workload_settings")
+        self.shape = self.section(Shape, "model.settings")
         if problems := list(self._problems()):
             raise ConfigError(problems, "the workload")
 

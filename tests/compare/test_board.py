@@ -125,7 +125,7 @@ def test_what_says_nothing_of_a_model_makes_no_other_model(tmp_path):
             {"extra": [CHANGED]},
         ),
         ("has no errors of the test split", {"split": "validation"}),
-        ("was evaluated before runs wrote down", {"terms": False}),
+        ("does not say what it is judged by", {"terms": False}),
         ("is still starting", {"status": "starting"}),
         ("was cut short", {"end_reason": "stopped"}),
     ],

@@ -97,7 +97,7 @@ def test_no_document_of_a_text_is_in_two_splits(tmp_path):
 def test_files_that_are_not_there_and_settings_that_nobody_knows_are_refused(config, tmp_path):
     with pytest.raises(DataError, match="nowhere.txt not found"):
         prepare(Settings(files=("nowhere.txt",)), (0.1, 0.1), tmp_path, tmp_path, lambda message: None)
-    with pytest.raises(ConfigError, match="contxt: Extra inputs are not permitted -> known are context"):
+    with pytest.raises(ConfigError, match="contxt: Extra inputs are not permitted -> the settings are context"):
         predict(config(**{"data.workload_settings.contxt": 3}))
     with pytest.raises(ConfigError, match="is a stage of fields"):
         config(**{"stages.finetune.epochs": 1})

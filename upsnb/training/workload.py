@@ -7,12 +7,14 @@ training, memory prediction or reports asks which one it is.
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 
 from upsnb.config import RunConfig
@@ -22,6 +24,7 @@ from upsnb.models.network import Network
 from upsnb.overlays import project_root
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
+from upsnb.values import Section
 
 FORMAT = 1  # of evaluation.json
 
@@ -39,6 +42,20 @@ class Workload(ABC):
 
     def __init__(self, config: RunConfig):
         self.config = config
+
+    def section(self, kind: type[Section], where: str) -> Any:
+        """Settings that this workload alone knows, checked: `where` is data.workload_settings or model.settings.
+
+        Raises:
+            ConfigError: every one that is unknown or out of bounds.
+        """
+        room, name = where.split(".")
+        try:
+            return kind.model_validate_json(json.dumps(getattr(getattr(self.config, room), name)))
+        except ValidationError as error:
+            found = [(".".join(map(str, (where, *one["loc"]))), one["msg"]) for one in error.errors()]
+            known = f"the settings are {', '.join(kind.model_fields)}"
+            raise ConfigError([Problem(path, said, known) for path, said in found], "the workload") from None
 
     def units_per_pair(self) -> int:
         """How many units one training pair holds. May be written."""
@@ -80,13 +97,17 @@ class Workload(ABC):
             final: this is the split that is reported on.
         Returns:
             {dataset: {"num_samples", "error": the metric, "baseline" and "baseline_error": what is reached without a
-            model, further numbers, each a column of the report's table, "per_sample": {...}, "protocol": {...}, all
-            that the error depends on by what it is called, where runs are to stand on a leaderboard}}
+            model, further numbers, each a column of the report's table, "per_sample": {...}}}
         """
 
     def write(self, folder: Path, results: dict[str, dict], datasets: Mapping[str, Any], split: str, weights: str):
-        """Write evaluation.json: the results of a split. May be written, to add what they stand on."""
-        write_results(folder, results, split, weights)
+        """Write evaluation.json: the results of a split, and what runs of one leaderboard agree in. May be written."""
+        known = self.config.data
+        given = {"workload": known.workload, "settings": json.dumps(known.workload_settings, sort_keys=True)}
+        given |= {"split": split, "shares": known.split.model_dump_json()}
+        about = {name: json.dumps(dataset.about, sort_keys=True) for name, dataset in datasets.items()}
+        found = {name: {**result, "protocol": {**given, "data": about[name]}} for name, result in results.items()}
+        write_results(folder, found, split, weights)
 
     def figures(self, drawn) -> dict[str, Callable]:
         """What a run's results look like, by file name; `drawn` is its `RunFigures`. May be written."""
