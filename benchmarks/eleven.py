@@ -1,11 +1,13 @@
 """PDEBench's eleven families, five minutes each: UPS by its file beside neuraloperator's FNO, on small real files.
 
+One core each, at the same time, so that whatever else the machine does happens to both.
+
     make .extras/.installed
-    PYTHONPATH=. .extras/bin/python benchmarks/eleven.py ../shared/data/pdebench-small     # two quiet hours
+    PYTHONPATH=. .extras/bin/python benchmarks/eleven.py ../shared/data/pdebench-small     # a quiet hour, on Linux
     ... --only cfd1d cfd2d                                                          # what is known of others stays
 
 UPS trains as `params/family/<name>.yaml` says, compile time within its five minutes; the FNO as
-`params/models/neuralop.yaml` on top of that, in float32 and not compiled, right after it. The last tenth of each file
+`params/models/neuralop.yaml` on top of that, in float32 and not compiled. The last tenth of each file
 is the test split, of files with few samples more (FEW); where that leaks, errors are those of the samples that training
 has not seen. Ends with the weights that validated best, where anything is left to validate on. One seed. Writes
 outputs/reference/eleven/report.json.
@@ -13,8 +15,10 @@ outputs/reference/eleven/report.json.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
+import torch
 from keep import save
 
 from upsnb import overlays
@@ -23,6 +27,7 @@ from upsnb.data import audit
 from upsnb.report.figures import read_evaluation
 from upsnb.report.results import references
 from upsnb.runs import handle, runfolder
+from upsnb.runs.handle import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {
@@ -69,11 +74,20 @@ def settings(family: str, model: str, data: Path, time_s: float) -> RunConfig:
     return overlays.load(*files, overrides=own)
 
 
-def reached(config: RunConfig, folder: Path) -> dict:
-    """What one training came to on the test split."""
-    run = handle.start(config, folder)
+def start_on(core: int, config: RunConfig, folder: Path) -> Run:
+    """A run whose processes have one core and take no other."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        return handle.start(config, folder)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def reached(run: Run) -> dict:
+    """What one training came to on the test split, when it is over."""
     run.wait()
-    ((_, splits),) = read_evaluation(folder, run.events())["datasets"].items()
+    ((_, splits),) = read_evaluation(run.folder, run.events())["datasets"].items()
     result, steps, (start, *_) = splits["test"], run.events(("step",)), run.events(("start",))
     judged = audit.judging(result)
     return {
@@ -95,13 +109,17 @@ def main() -> None:
     parser.add_argument("--time", type=float, default=TIME_S, help="training of each model [s]")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/eleven/report.json")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # of this process, which starts runs from one core: two threads there wait for each other
     known = json.loads(args.output.read_text())["families"] if args.output.exists() else {}
     work = runfolder.new_folder("eleven")
     for family in args.only:
-        known[family] = {"time_s": args.time}
-        for model in MODELS:
+        known[family] = {"time_s": args.time, "cores": 1}
+        runs = {}
+        for core, model in zip(sorted(os.sched_getaffinity(0)), MODELS):
             config = settings(family, model, args.data, args.time)
-            known[family][model] = row = reached(config, work / f"{family}-{model}")
+            runs[model] = start_on(core, config, work / f"{family}-{model}")
+        for model, run in runs.items():
+            known[family][model] = row = reached(run)
             error = row.get("rollout_nrmse_mean", row["nrmse_mean"])
             print(f"{family}, {model}: nRMSE {error:.4g}, beside {row['references']}", flush=True)
         save({"format": 1, "kind": "eleven", "families": known}, args.output)
