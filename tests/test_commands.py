@@ -220,7 +220,7 @@ def test_runs_that_cannot_be_compared_are_refused(outputs, refused):
 
 def test_board_ranks_what_can_be_ranked_and_writes_a_page(outputs, said, refused):
     path = finished(outputs / "good").folder / "evaluation.json"
-    assert "no run can stand on a board: was evaluated before" in refused("board")
+    assert "no run can stand on a board: does not say what it is judged by" in refused("board")
     assert [path.name for path in outputs.iterdir()] == ["good"], "no folder is left of what was refused"
     evaluation = json.loads(path.read_text())
     for splits in evaluation["datasets"].values():
