@@ -128,7 +128,7 @@ def test_several_instances_take_an_offer_each_and_a_share_of_the_sweep_and_of_th
     commands.cloud_launch((sweep, {}, config), 15.0, **how, sure=True, instances=3)
     assert sorted(one[0] for one in started) == [1, 2, 3] and [one[1] for one in started] == ["1/3", "2/3", "3/3"]
     assert all(one[2] == pytest.approx(alone) for one in started)
-    with pytest.raises(RunError, match="no other offer has what is needed"):
+    with pytest.raises(RunError, match="3 offers have what is needed"):
         commands.cloud_launch((sweep, {}, config), 20.0, **how, sure=True, instances=4)
     with pytest.raises(RunError, match="share out the trainings of 11_sweep"):
         commands.cloud_launch((Path("01_train.ipynb"), {}, config), 15.0, **how, sure=True, instances=3)

@@ -73,7 +73,7 @@ def attend(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])  # with one, torch compiles in this process, under the lock of the file
 def test_kernels_of_a_graph_are_one_file_and_compute_the_same_to_the_last_bit(tmp_path, monkeypatch, cores):
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", cores)
+    torch._inductor.utils.clear_caches()  # of what another test compiled in this process
     found, libraries, x = [], [], torch.randn(2, 40, 24)
     for own in ("cpp_pybinding", "wait"):  # put back after the test
         method = getattr(compiler.AsyncCompile, own)
@@ -83,7 +83,7 @@ def test_kernels_of_a_graph_are_one_file_and_compute_the_same_to_the_last_bit(tm
         if name == "together":
             kernels.compile_together()
         torch._dynamo.reset()
-        with torch.no_grad():
+        with torch.no_grad(), torch._inductor.config.patch(compile_threads=cores):
             found.append(torch.compile(attend, dynamic=False)(x))
         libraries.append(len(list(tmp_path.rglob("*.so"))))
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -79,30 +79,34 @@ def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed
     return folder
 
 
-def plan(
-    config: RunConfig,
-    budget: float,
-    offer: int | None = None,
-    max_price: float | None = None,
-    taken: Collection[int] = (),
-) -> dict:
+def plan(config: RunConfig, budget: float, offer: int | None = None, max_price: float | None = None) -> dict:
     """What would be rented for a run, for how long and at what price; nothing is rented.
 
-    Args:
-        taken: offers that are meant for others.
     Returns:
         The offer's row, what is needed, seconds until the switch stops it, and the dollars left for training.
     Raises:
         RunError: no offer, not this one, or a budget that is spent before anything trains.
     """
-    wanted = vast.needs(config)
-    rows = [row for row in vast.offers(config, wanted, budget, max_price) if row["id"] not in taken]
-    if not rows:
-        asked = f"no {'other ' * bool(taken)}offer has what is needed ({vast.query(wanted, max_price)})"
-        raise RunError(f"{asked} -> ask for less, or later")
-    chosen = next((row for row in rows if offer in (None, row["id"])), None)
-    if chosen is None:
+    (planned,) = plans(config, budget, 1, offer, max_price)
+    return planned
+
+
+def plans(
+    config: RunConfig, budget: float, count: int, offer: int | None = None, max_price: float | None = None
+) -> list[dict]:
+    """The same for several instances, which share the budget and take an offer each, the cheapest first."""
+    wanted, share = vast.needs(config), budget / count
+    rows = vast.offers(config, wanted, share, max_price)
+    if len(rows) < count:
+        known = f"{len(rows)} offers have" if rows else "no offer has"
+        raise RunError(f"{known} what is needed ({vast.query(wanted, max_price)}) -> ask for less, or later")
+    chosen = [row for row in rows if offer in (None, row["id"])][:count]
+    if not chosen:
         raise RunError(f"offer {offer}: is not among those that have what is needed -> {rows[0]['id']} is the cheapest")
+    return [_planned(row, wanted, share) for row in chosen]
+
+
+def _planned(chosen: dict, wanted: dict, budget: float) -> dict:
     limit_s = budget / chosen["price_per_hour"] * 3600
     training_h = limit_s / 3600 - vast.START_H - vast.GRACE_S / 3600
     if training_h < SHORTEST_H:
