@@ -22,6 +22,7 @@ SMALL = {  # over each example's params/cpu.yaml
         },
         "model": {"settings": {"width": 16, "num_layers": 1}},
         "training": {"batch_size": 16},
+        "stages": {"operator": {"epochs": 1}},  # too short for anything to be expected of it
     },
     "long_context": {
         "data": {"workload_settings": {"context": 96, "vocabulary": 400, "chunks": 40, "needles": 1}},
@@ -31,7 +32,7 @@ SMALL = {  # over each example's params/cpu.yaml
         "data": {"workload_settings": {"pictures": 60, "steps": 2}},
         "model": {"settings": {"width": 16, "depth": 2, "num_heads": 2}},
         "training": {"batch_size": 8},
-        "stages": {"operator": {"epochs": 1}},  # too short for anything to be expected of it
+        "stages": {"operator": {"epochs": 1}},
     },
 }
 FIGURES = {"affinity": 3, "long_context": 3, "mmdit": 4}  # at least
