@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     ran.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="run folder (a new one under outputs/)")
     checked = command(
         "check",
-        "try every phase and params file for a few steps on this machine, then measure shortly",
+        "try every phase and params file for a few steps on this machine, then take three short measurements",
         lambda args: commands.check(args.names, args.output),
     )
     checked.add_argument("names", nargs="*", metavar="NAME", help="phases or params files alone, for example compile")

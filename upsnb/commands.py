@@ -370,7 +370,7 @@ def cloud_launch(
     if instances < 1 or instances > 1 and (asked[0].stem != SHARED or offer is not None or resume):
         raise RunError(f"--instances {instances}: share out the trainings of {SHARED}, without --offer and --resume")
     resumed, image = handle.find(resume) if resume else None, image or vast.IMAGE
-    plans = launches.plans(asked[2], budget, instances, offer, max_price)
+    plans = launches.plan(asked[2], budget, offer, max_price, instances)
     print(launches.needed(plans[0]["needs"]), launches.offered([one["offer"] for one in plans]).to_string(), sep="\n")
     for planned in plans:
         hours, price = planned["limit_s"] / 3600, planned["offer"]["price_per_hour"]

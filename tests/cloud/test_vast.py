@@ -121,7 +121,7 @@ def test_several_instances_take_an_offer_each_and_a_share_of_the_sweep_and_of_th
         return Path(f"run{len(started)}")
 
     monkeypatch.setattr(launches, "start_rented", start)
-    sweep, alone = Path("11_sweep.ipynb"), launches.plan(config, 5.0)["limit_s"]
+    sweep, alone = Path("11_sweep.ipynb"), launches.plan(config, 5.0)[0]["limit_s"]
     how = {"offer": None, "max_price": None, "image": None, "resume": None}
     commands.cloud_launch((sweep, {}, config), 15.0, **how, sure=False, instances=3)
     assert capsys.readouterr().out.count("create instance") == 3 and not started
@@ -225,7 +225,7 @@ def test_a_switch_that_is_killed_politely_stops_the_instance(cloud):
 
 def test_nothing_is_rented_twice_when_the_answer_is_lost(cloud, config):
     cloud.trouble["PUT /asks/N"] = ["done and lost"]
-    planned = launches.plan(config, 5.0)
+    (planned,) = launches.plan(config, 5.0)
     arguments = vast.create_command(101, planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE)
     assert vast.create(arguments, "upsnb-x") in cloud.instances
     assert len(cloud.instances) == 1
@@ -233,7 +233,7 @@ def test_nothing_is_rented_twice_when_the_answer_is_lost(cloud, config):
 
 def test_an_offer_that_somebody_else_took_is_an_error_and_rents_nothing(cloud, config):
     cloud.trouble["PUT /asks/N"] = [400]
-    planned = launches.plan(config, 5.0)
+    (planned,) = launches.plan(config, 5.0)
     with pytest.raises(RunError, match="trouble 400"):
         vast.create(vast.create_command(101, planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE), "upsnb-x")
     assert not cloud.instances
@@ -270,7 +270,7 @@ def test_whatever_fails_before_it_trains_the_instance_is_destroyed(cloud, config
         monkeypatch.setattr(vast.Host, "install", _no_python)
         said = "no Python"
     with pytest.raises(RunError, match=said):
-        launches.start_rented(launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
+        launches.start_rented(*launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
     assert not cloud.instances and not list(kept.iterdir())
 
 
@@ -285,7 +285,7 @@ def test_one_that_cannot_be_destroyed_is_named_and_not_forgotten(cloud, config, 
     monkeypatch.setattr(vast, "onstart", lambda limit_s: "true\n")
     cloud.trouble["DELETE /instances/N"] = [500, 500, 500, 500]
     with pytest.raises(RunError, match="trouble 500"):
-        launches.start_rented(launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
+        launches.start_rented(*launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
     assert 7000 in cloud.instances and "instance 7000" in launches.status(next(kept.iterdir()).name)
 
 
@@ -297,7 +297,7 @@ def test_a_run_is_rented_trains_comes_back_and_its_machine_ends(cloud, box, kept
     said: list[str] = []
     notebook, smoke = project_root() / "notebooks/01_train.ipynb", project_root() / "params/smoke.yaml"
     given, config = read_parameters(notebook, [smoke], ["training.time_limit_s=4"])
-    planned = launches.plan(config, 5.0)
+    (planned,) = launches.plan(config, 5.0)
     folder = launches.start_rented(planned, notebook, given, config, say=said.append)
     (number,) = cloud.instances
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if OWN_KEY in path.read_text(errors="replace")]

@@ -79,22 +79,19 @@ def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed
     return folder
 
 
-def plan(config: RunConfig, budget: float, offer: int | None = None, max_price: float | None = None) -> dict:
+def plan(
+    config: RunConfig, budget: float, offer: int | None = None, max_price: float | None = None, count: int = 1
+) -> list[dict]:
     """What would be rented for a run, for how long and at what price; nothing is rented.
 
+    Args:
+        count: of instances, which share the budget and take an offer each, the cheapest first.
     Returns:
-        The offer's row, what is needed, seconds until the switch stops it, and the dollars left for training.
+        For each instance the offer's row, what is needed, seconds until the switch stops it, and the dollars left for
+        training.
     Raises:
-        RunError: no offer, not this one, or a budget that is spent before anything trains.
+        RunError: too few offers, not this one, or a budget that is spent before anything trains.
     """
-    (planned,) = plans(config, budget, 1, offer, max_price)
-    return planned
-
-
-def plans(
-    config: RunConfig, budget: float, count: int, offer: int | None = None, max_price: float | None = None
-) -> list[dict]:
-    """The same for several instances, which share the budget and take an offer each, the cheapest first."""
     wanted, share = vast.needs(config), budget / count
     rows = vast.offers(config, wanted, share, max_price)
     if len(rows) < count:

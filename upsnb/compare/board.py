@@ -103,7 +103,7 @@ def _why_not(status: str, cause: str | None, manifest: dict, events: list[dict],
         return "was changed while it trained, so its settings do not say how it was made"
     if evaluation.get("split") != TEST:
         return f"has no errors of the {TEST} split"
-    return "" if known else "does not say what it is judged by, as old runs and workloads without a protocol do not"
+    return "" if known else "does not say what it is judged by, as old runs do not"
 
 
 def settings(config: RunConfig) -> dict:
