@@ -219,6 +219,12 @@ def contradictions(config) -> list[Problem]:
         "set cost.price_per_hour",
     )
     require(
+        config.operator.rollout != "latent" or config.operator.fourier_modes == 0,
+        "operator.fourier_modes",
+        "is of fields, and a latent rollout decodes what its tokens say and nothing else",
+        "set it to 0",
+    )
+    require(
         config.operator.rollout != "latent" or (training.lambda_forward > 0 and training.lambda_inv_enc > 0),
         "operator.rollout",
         "nothing trains the latent step and its decoding head",

@@ -76,6 +76,7 @@ def test_prediction_takes_no_memory_no_data_and_no_random_numbers(tiny_config, t
         {},
         {"operator.encoder": "perceiver", "operator.decoder": "cross_attention"},
         {"operator.decoder": "unpatchify", "operator.pdet.mlp_ratio": 0.1},
+        {"operator.fourier_modes": 16},
         {"operator.pdet": {"hidden_dim": 2, "depth": 50, "num_heads": 1}, "latent.dim": 2},
     ],
 )

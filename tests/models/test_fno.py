@@ -8,7 +8,7 @@ from upsnb.config import ModelConfig
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError
 from upsnb.models import surrogate
-from upsnb.models.fno import FNO, FourierBlock, product
+from upsnb.models.fno import FNO, FourierBlock
 from upsnb.models.wrapped import Wrapped
 from upsnb.runs import handle
 from upsnb.training.losses import FieldObjective
@@ -40,20 +40,6 @@ def test_a_block_with_all_modes_applies_its_matrix_to_every_wave(shape):
     torch.testing.assert_close(
         block(wave.expand(1, 2, *shape)), torch.nn.functional.gelu(3 * wave.expand(1, 2, *shape))
     )
-
-
-@pytest.mark.parametrize("kept", [(5,), (4, 3), (4, 2, 3)])
-def test_the_product_in_real_numbers_is_the_one_of_complex_matrices_gradients_included(kept):
-    draws = torch.Generator().manual_seed(0)
-    waves = torch.randn(3, 5, *kept, dtype=torch.complex128, generator=draws, requires_grad=True)
-    spectral = torch.randn(5, 6, *kept, 2, dtype=torch.float64, generator=draws, requires_grad=True)
-    right = torch.einsum("bi...,io...->bo...", waves, torch.view_as_complex(spectral))
-    torch.testing.assert_close(product(waves, spectral), right)
-    weight = torch.randn(right.shape, dtype=right.dtype, generator=draws)
-    gradients, expected = (
-        torch.autograd.grad((y * weight).real.sum(), (waves, spectral)) for y in (product(waves, spectral), right)
-    )
-    torch.testing.assert_close(gradients, expected)
 
 
 def test_another_resolution_gives_the_same_function(make_spec):

@@ -14,7 +14,14 @@ from upsnb.models.inference import AT_ONCE, predict
 TRAINED = {"parameter_low": (0.2,), "parameter_high": (0.7,)}
 ONE_VALUE = {"parameter_low": (0.4,), "parameter_high": (0.4,)}
 POOLED = {"encoder": "perceiver", "decoder": "cross_attention"}
-OPERATORS = [{}, {"decoder": "unpatchify"}, {"decoder": "cross_attention"}, POOLED, {"walls": "free"}]
+OPERATORS = [
+    {},
+    {"decoder": "unpatchify"},
+    {"decoder": "cross_attention"},
+    POOLED,
+    {"walls": "free"},
+    {"fourier_modes": 4},
+]
 
 
 @pytest.fixture

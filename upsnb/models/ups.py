@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from upsnb.config import LatentConfig, OperatorConfig, RunConfig
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.codec import build_decoder, build_encoder
+from upsnb.models.fourier import Propagator
 from upsnb.models.geometry import grid_points, sample_at
 from upsnb.models.surrogate import Surrogate
 from upsnb.models.transformer import Operator, rotary_table
@@ -63,6 +64,10 @@ class UPS(Surrogate):
         self.decoders = nn.ModuleDict(
             {n: build_decoder(operator, s, dim, s.output_frames * s.output_channels) for n, s in specs.items()}
         )
+        moving = operator.fourier_modes > 0 and not self.latent_rollout
+        self.propagators = nn.ModuleDict(
+            {n: Propagator(s, operator.fourier_modes) for n, s in specs.items() if moving and s.time_dependent}
+        )
         # Inverse losses and latent rollout read fields, not changes of fields, out of a latent: a head of its own.
         self.inverse_decoders = nn.ModuleDict(
             {n: build_decoder(operator, s, dim, s.input_frames * s.input_channels) for n, s in specs.items()}
@@ -81,7 +86,7 @@ class UPS(Surrogate):
         return list(self.operator.blocks)
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        codecs = (self.encoders, self.conditions, self.decoders, self.inverse_decoders)
+        codecs = (self.encoders, self.conditions, self.decoders, self.propagators, self.inverse_decoders)
         return {name: [parts[name] for parts in codecs if name in parts] for name in self.specs}
 
     def compiled(self) -> list[nn.Module]:
@@ -108,7 +113,7 @@ class UPS(Surrogate):
         return self.operator(z_BLD, self.conditions[name](parameters, relative_dt), table)
 
     def decode(self, name: str, z_BLD: Tensor, fields: Tensor, points: Tensor | None = None) -> Tensor:
-        """Latent tokens to normalised output frames, added to the last input frame where there is a time.
+        """Latent tokens to normalised output frames; where there is a time, added to the last frame, propagated.
 
         Args:
             z_BLD: (B, L, D) advanced latent.
@@ -127,8 +132,10 @@ class UPS(Surrogate):
             change = self._hold_walls(name, change, tuple(fields.shape[3:]), points)
         if not spec.time_dependent:
             return change
-        last = fields[:, -1:, : spec.output_channels]
-        return change + (last if points is None else sample_at(last, points, spec.periodic))
+        known = fields[:, -1:, : spec.output_channels]
+        if name in self.propagators:
+            known = known + self.propagators[name](fields)
+        return change + (known if points is None else sample_at(known, points, spec.periodic))
 
     def _hold_walls(self, name: str, values: Tensor, shape: tuple[int, ...], points: Tensor | None) -> Tensor:
         """Normalised values whose physical counterpart falls to exactly zero in the ghost cells around the grid.
