@@ -153,6 +153,7 @@ class OperatorConfig(Section):
     decoder: Literal["local_basis", "unpatchify", "cross_attention"] = "local_basis"  # latent to any point
     basis_size: PositiveInt = 32  # local_basis: coefficients per token and channel
     fourier_modes: NonNegativeInt = 0  # along each axis, of a forecast's linear part; 0: the last frame stands for it
+    means: Literal["free", "kept"] = "free"  # where an equation keeps a field's mean: left to training, or built in
     walls: Literal["hard", "free"] = "hard"  # known zero boundary values: built in, or left to the decoder
     rollout: Literal["reencode", "latent"] = "reencode"  # decode and encode again, or stay in latent space
 

@@ -219,6 +219,18 @@ def contradictions(config) -> list[Problem]:
         "set cost.price_per_hour",
     )
     require(
+        config.operator.means == "free" or any("conservation" in row.priors for row in rows.values()),
+        "operator.means",
+        "kept, and no dataset's equation keeps them",
+        "set it to free",
+    )
+    require(
+        config.operator.rollout != "latent" or config.operator.means == "free",
+        "operator.means",
+        "kept by what is added to the last frame, and a latent rollout adds nothing to it",
+        "set it to free",
+    )
+    require(
         config.operator.rollout != "latent" or config.operator.fourier_modes == 0,
         "operator.fourier_modes",
         "is of fields, and a latent rollout decodes what its tokens say and nothing else",

@@ -16,7 +16,7 @@ from upsnb.training.setup import load_model
 pytest.importorskip("safetensors", reason="safetensors is not here -> make test runs this in .extras")
 
 MODELS = {
-    "ups": {"training.ema_decay": 0.9},
+    "ups": {"training.ema_decay": 0.9, "operator.fourier_modes": 4},
     "fno": {"model.build": "upsnb.models.fno:FNO", "model.settings": {"width": 8, "modes": 4, "depth": 2}},
     "own file": {"model.build": "my_model.py:Net", "optimizer.name": "adamw"},
 }

@@ -1,4 +1,4 @@
-"""The linear part of a forecast: exact where an equation is linear, nothing before it is trained, on any grid."""
+"""What is added to the last frame: a linear part that is exact where an equation is, and means that are kept."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch
 from upsnb import overlays
 from upsnb.errors import ConfigError
 from upsnb.models.fourier import Propagator, product
+from upsnb.models.geometry import grid_points
 
 DIFFUSION = 0.02
 
@@ -107,8 +108,30 @@ def test_what_a_model_forecasts_is_its_own_and_what_the_last_frame_becomes(make_
     assert not make_model([make_spec("darcy2d")], fourier_modes=8).propagators, "where nothing moves"
 
 
-def test_a_latent_rollout_has_no_use_for_it():
+@pytest.mark.parametrize("decoder", ["local_basis", "unpatchify"])
+@pytest.mark.parametrize("size", [32, 64])
+def test_a_mean_that_the_equation_keeps_is_kept_on_any_grid_and_at_points(make_spec, make_model, decoder, size):
+    spec = make_spec(priors=("conservation",))
+    free, kept = (make_model([spec], fourier_modes=8, decoder=decoder, means=means) for means in ("free", "kept"))
+    x = torch.randn(2, spec.input_frames, 1, size)
+    given = (spec.name, x, torch.zeros(2, 1), torch.ones(2))
+    with torch.no_grad():
+        before = x[:, -1:].mean(-1).expand(-1, spec.output_frames, -1)
+        torch.testing.assert_close(kept.predict(*given).mean(-1), before, atol=1e-5, rtol=0)
+        assert (free.predict(*given).mean(-1) - before).abs().max() > 1e-2
+        points = kept.predict(*given, grid_points((size,)))
+        torch.testing.assert_close(points, kept.predict(*given), atol=1e-5, rtol=0)
+
+
+def test_where_nothing_keeps_a_mean_it_is_refused():
+    overlays.resolve({"operator.means": "kept"})
+    with pytest.raises(ConfigError, match="operator.means.*set it to free"):
+        overlays.resolve({"operator.means": "kept", "data.datasets": {"darcy": {"family": "darcy2d"}}})
+
+
+@pytest.mark.parametrize("setting", [{"operator.fourier_modes": 4}, {"operator.means": "kept"}], ids=str)
+def test_a_latent_rollout_adds_nothing_to_the_last_frame(setting):
     settings = {"operator.rollout": "latent", "training.lambda_forward": 1.0, "training.lambda_inv_enc": 1.0}
     overlays.resolve(settings)
-    with pytest.raises(ConfigError, match="operator.fourier_modes.*set it to 0"):
-        overlays.resolve(settings | {"operator.fourier_modes": 4})
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}.*set it to"):
+        overlays.resolve(settings | setting)

@@ -36,11 +36,13 @@ COMMON = {
     "training.lambda_spectral": 0.1,  # with queries: a decoder is called twice, on the grid and at points
     "training.query_sampling.num_queries": 24,
     "operator.fourier_modes": 4,
+    "operator.means": "kept",
 }
 LATENT = {
     "optimizer.name": "adamw",
     "operator.rollout": "latent",
     "operator.fourier_modes": 0,
+    "operator.means": "free",
     "training.lambda_forward": 0.5,
     "training.lambda_inv_dec": 0.1,  # an encoder is called three times, once without gradients
     "training.accum_steps": 2,

@@ -58,6 +58,7 @@ class UPS(Surrogate):
         dim = latent.dim
         self.latent_rollout = operator.rollout == "latent"
         self.hard_walls = operator.walls == "hard"
+        self.keeping = {n for n, s in specs.items() if operator.means == "kept" and "conservation" in s.priors}
         self.encoders = nn.ModuleDict({n: build_encoder(operator, s, dim) for n, s in specs.items()})
         self.conditions = nn.ModuleDict({n: Condition(s.num_parameters) for n, s in specs.items()})
         self.operator = Operator(operator.pdet, dim, CONDITION_DIM)
@@ -132,9 +133,13 @@ class UPS(Surrogate):
             change = self._hold_walls(name, change, tuple(fields.shape[3:]), points)
         if not spec.time_dependent:
             return change
-        known = fields[:, -1:, : spec.output_channels]
-        if name in self.propagators:
-            known = known + self.propagators[name](fields)
+        last = fields[:, -1:, : spec.output_channels]
+        known = last + self.propagators[name](fields) if name in self.propagators else last
+        if name in self.keeping:
+            grid, space = tuple(fields.shape[3:]), tuple(range(3, fields.dim()))
+            on_grid = change if points is None else self.decoders[name](z_BLD, grid).unflatten(1, frames)
+            gained = on_grid.float().mean(space) + (known - last).mean(space)
+            change = change - gained.reshape(*gained.shape, *(1,) * (change.dim() - 3))
         return change + (known if points is None else sample_at(known, points, spec.periodic))
 
     def _hold_walls(self, name: str, values: Tensor, shape: tuple[int, ...], points: Tensor | None) -> Tensor:
