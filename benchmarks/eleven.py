@@ -7,11 +7,10 @@ One core each, at the same time, so that whatever else the machine does happens 
     ... --only cfd1d cfd2d                                                          # what is known of others stays
 
 UPS trains as `params/family/<name>.yaml` says, compile time within its five minutes; the FNO as
-`params/models/neuralop.yaml` on top of that, in float32 and not compiled. A tenth of each file is the
-test split, first or last as PDEBench's own loader takes it, of files with few samples more (FEW); where that leaks,
-errors are those of the samples that training has not seen. Ends with the weights that validated best, where anything
-is left to validate on. One seed. Writes
-outputs/reference/eleven/report.json.
+`params/models/neuralop.yaml` on top of that, in float32 and not compiled. A tenth of each file is the test split, first
+or last as PDEBench's own loader takes it, of files with few samples more (FEW); where that leaks, errors are those of
+the samples that training has not seen. Ends with the weights that validated best, where anything is left to validate
+on. One seed. Writes outputs/reference/eleven/report.json.
 """
 
 import argparse

@@ -65,9 +65,9 @@ class UPS(Surrogate):
         self.decoders = nn.ModuleDict(
             {n: build_decoder(operator, s, dim, s.output_frames * s.output_channels) for n, s in specs.items()}
         )
-        moving = operator.fourier_modes > 0 and not self.latent_rollout
+        modes = operator.fourier_modes
         self.propagators = nn.ModuleDict(
-            {n: Propagator(s, operator.fourier_modes) for n, s in specs.items() if moving and s.time_dependent}
+            {n: Propagator(s, modes) for n, s in specs.items() if modes and s.time_dependent}
         )
         # Inverse losses and latent rollout read fields, not changes of fields, out of a latent: a head of its own.
         self.inverse_decoders = nn.ModuleDict(
@@ -91,7 +91,10 @@ class UPS(Surrogate):
         return {name: [parts[name] for parts in codecs if name in parts] for name in self.specs}
 
     def compiled(self) -> list[nn.Module]:
-        """The blocks, and encoders and decoders of every dataset; a condition is too small to gain."""
+        """The blocks, and encoders and decoders of every dataset.
+
+        A condition is too small to gain, and the compiler makes no Fourier transforms of its own.
+        """
         codecs = (self.encoders, self.decoders, self.inverse_decoders)
         return [*self.operator.blocks, *(part for parts in codecs for part in parts.values())]
 

@@ -382,7 +382,7 @@ class UPSObjective(FieldObjective):
             (model.encoders, encoded),
             (model.conditions, advanced),
             (model.decoders, decoded - latent),
-            (model.propagators, decoded - latent),
+            (model.propagators, decoded),  # none where rollouts are latent
             (model.inverse_decoders, inverted | (decoded & latent)),
         ):
             unreached += [part for name, part in parts.items() if name not in reached]
