@@ -306,6 +306,13 @@ def test_still_figure_has_the_same_strips_and_flips_without_pyplot(tmp_path, mon
     assert figure._repr_png_()[0].startswith(b"\x89PNG")
 
 
+def test_still_figure_names_the_curves_that_share_a_strip(tmp_path):
+    evaluated = {**make_event("eval", 5, time_s=2.5, val_nrmse={"waves": 0.5, "flow": 0.1}), "time": 1005.0}
+    figure = snapshot.figure(history(tmp_path, *map(step_event, range(1, 11)), evaluated))
+    (key,) = (ax.get_legend() for ax in figure.axes if ax.get_legend())
+    assert [text.get_text() for text in key.get_texts()] == ["flow", "waves"]
+
+
 def test_still_figure_of_a_run_without_steps_says_so(tmp_path):
     assert snapshot.figure(history(tmp_path))._repr_png_()[0].startswith(b"\x89PNG")
 

@@ -41,9 +41,10 @@ def figure(history: History, title: str = "", axis: str = "step") -> Figure:
                 ax.fill_between(strip.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
             marker = {"marker": ".", "markersize": 3} if curve.pale else {}
             known = np.isfinite(curve.y) | (not curve.joined)
-            ax.plot(
-                strip.x[known], curve.y[known], color=colour, linewidth=1.2, alpha=0.4 if curve.pale else 1.0, **marker
-            )
+            style = {"color": colour, "linewidth": 1.2, "alpha": 0.4 if curve.pale else 1.0, **marker}
+            ax.plot(strip.x[known], curve.y[known], label=curve.name, **style)
+        if any(curve.name for curve in strip.curves):
+            ax.legend(loc="upper right", ncols=4, fontsize=7, borderpad=0, handlelength=1.2)
         low, high = strip.span()
         if strip.log:
             ax.set_yscale("log")
