@@ -216,19 +216,21 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
     offered = command(
         "offers",
         "show GPUs at Vast.ai that a run would fit on",
-        lambda args: commands.cloud_offers(given(args)[2], args.budget, args.max_price),
+        lambda args: commands.cloud_offers(given(args)[2], args.budget, args.max_price, args.interruptible),
     )
     rented = command(
         "launch",
         "rent GPUs at Vast.ai and run a notebook there",
         lambda args: commands.cloud_launch(
-            given(args), args.budget, args.offer, args.max_price, args.image, args.resume, args.yes, args.instances
+            *(given(args), args.budget, args.offer, args.max_price, args.image),
+            *(args.resume, args.yes, args.instances, args.interruptible),
         ),
     )
     for added in (offered, rented):
         more = {"required": True} if added is rented else {}
         added.add_argument("--budget", type=float, metavar="$", help="spent at most; then it stops itself", **more)
         added.add_argument("--max-price", type=float, metavar="$/H", help="of the whole machine")
+        added.add_argument("--interruptible", action="store_true", help="bid: who bids more takes it away")
     rented.add_argument("--offer", type=int, metavar="ID", help="of cloud offers (the cheapest)")
     rented.add_argument("--instances", type=int, default=1, metavar="N", help="that share the trainings of 11_sweep")
     rented.add_argument("--image", help="Docker image with Python 3.11 or newer, its venv, and a C++ compiler")
@@ -248,6 +250,11 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
     for name, what, act in (
         ("logs", "print what a run elsewhere printed last", lambda args: commands.cloud_logs(args.run, args.lines)),
         ("pull", "bring a run's folder here, what is new of it", lambda args: commands.cloud_pull(args.run)),
+        (
+            "follow",
+            "pull a run until it has ended, then end its machine; go on on another one where it is taken away",
+            lambda args: commands.cloud_follow(args.run, args.every),
+        ),
         ("stop", "let a run elsewhere finish its step, save and end", lambda args: commands.cloud_stop(args.run)),
         (
             "destroy",
@@ -259,6 +266,8 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
         added.add_argument("run", metavar="RUN", help="its name in outputs/")
         if name == "logs":
             added.add_argument("-n", dest="lines", type=int, default=40, metavar="LINES", help="40")
+        if name == "follow":
+            added.add_argument("--every", type=float, default=120.0, metavar="S", help="between two pulls (120)")
         if name == "destroy":
             added.add_argument("--yes", action="store_true", help="though it trains, or was never pulled")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -341,11 +342,11 @@ def cloud_ssh(asked: Asked, address: str, port: int | None, folder: str, resume:
     _started(launches.start_on(Host(address, port, folder), *asked, handle.find(resume) if resume else None))
 
 
-def cloud_offers(config: RunConfig, budget: float | None, max_price: float | None) -> int:
+def cloud_offers(config: RunConfig, budget: float | None, max_price: float | None, interruptible: bool) -> int:
     """Print what a run needs and the machines to be had that have it; 1 where nobody could be asked."""
     from upsnb.cloud import launches
 
-    report = launches.survey(config, budget, max_price, None)
+    report = launches.survey(config, budget, max_price, None, interruptible)
     print(launches.summary(report))
     return int(report["trouble"] is not None)
 
@@ -359,6 +360,7 @@ def cloud_launch(
     resume: str | None,
     sure: bool,
     instances: int = 1,
+    interruptible: bool = False,
 ) -> None:
     """Rent GPUs and let a notebook run there; unless sure, print what would be done.
 
@@ -370,7 +372,7 @@ def cloud_launch(
     if instances < 1 or instances > 1 and (asked[0].stem != SHARED or offer is not None or resume):
         raise RunError(f"--instances {instances}: share out the trainings of {SHARED}, without --offer and --resume")
     resumed, image = handle.find(resume) if resume else None, image or vast.IMAGE
-    plans = launches.plan(asked[2], budget, offer, max_price, instances)
+    plans = launches.plan(vast.needs(asked[2]), budget, offer, max_price, instances, interruptible)
     print(launches.needed(plans[0]["needs"]), launches.offered([one["offer"] for one in plans]).to_string(), sep="\n")
     for planned in plans:
         hours, price = planned["limit_s"] / 3600, planned["offer"]["price_per_hour"]
@@ -388,7 +390,7 @@ def cloud_launch(
 
 def _started(folder: Path) -> None:
     name = folder.name
-    print(f"{name} trains there. python -m upsnb cloud status {name}; logs, pull, stop and destroy likewise")
+    print(f"{name} trains there. python -m upsnb cloud status {name}; logs, pull, follow, stop and destroy likewise")
 
 
 def cloud_status(names: list[str]) -> None:
@@ -416,6 +418,13 @@ def cloud_pull(name: str) -> None:
 
     folder, moved = launches.pull(name)
     print(f"{as_typed(folder)}: {moved / 1e6:.1f} MB came; python -m upsnb show {folder.name}")
+
+
+def cloud_follow(name: str, every_s: float) -> int:
+    """Pull a run until it has ended, on other machines if need be; 1 where it failed."""
+    from upsnb.cloud import follow
+
+    return int(not follow.follow(name, every_s, functools.partial(print, flush=True)))
 
 
 def cloud_stop(name: str) -> None:

@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fake_vast import KEY, FakeVast
 from waiting import until
 
-from upsnb.cloud import host, launches
+from upsnb.cloud import host, launches, vast
 from upsnb.cloud.host import Host
 from upsnb.overlays import project_root
 
@@ -68,3 +69,25 @@ def box(tmp_path, monkeypatch):
     yield there
     server.terminate()
     server.wait()
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch, kept):
+    """A server in place of Vast's; instances keep their files in a folder of the test."""
+    if not (project_root() / vast.COMMAND).exists():
+        pytest.skip("needs Vast's command: make .vastai/.installed")
+    (tmp_path / "home").mkdir()
+    server = FakeVast(tmp_path)
+    for name, value in {"VAST_URL": server.url, "VAST_API_KEY": KEY, "HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    for name, value in {"PLACE": str(tmp_path / "there"), "EVERY_S": 1, "LOOK_S": 0.2, "AGAIN_S": 2}.items():
+        monkeypatch.setattr(vast, name, value)
+    monkeypatch.setattr(launches.runfolder, "new_folder", lambda name, root="": _made(kept / name))
+    yield server
+    server.close()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -15,7 +15,8 @@ from pathlib import Path
 KEY, OWN_KEY = "the-users-secret-key", "the-instances-own-key"
 OFFER = {
     "id": 101, "num_gpus": 1, "gpu_name": "A100 SXM4", "gpu_ram": 81920, "dph_total": 1.2, "total_flops": 19.5,
-    "inet_down_cost": 0.01, "reliability2": 0.995, "geolocation": "Sweden, SE", "bw_nvlink": 0, "pcie_bw": 24.1,
+    "min_bid": 0.4, "inet_down_cost": 0.01, "reliability2": 0.995, "geolocation": "Sweden, SE",
+    "bw_nvlink": 0, "pcie_bw": 24.1,
 }  # fmt: skip
 
 
@@ -29,6 +30,7 @@ class FakeVast(ThreadingHTTPServer):
         self.place, self.port_of_ssh = place, port_of_ssh
         self.offers = [OFFER]
         self.instances: dict[int, dict] = {}
+        self.rented = 0
         self.processes: list[subprocess.Popen] = []
         self.asked: list[tuple[str, str, dict]] = []  # method, path, body
         self.trouble: dict[str, list] = {}  # by "METHOD path": status codes to answer first, or seconds to wait
@@ -40,11 +42,13 @@ class FakeVast(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def rent(self, offer: int, body: dict) -> dict:
-        number = 7000 + len(self.instances)
+        number = 7000 + self.rented
+        self.rented += 1
         self.instances[number] = {
             "id": number, "label": body.get("label"), "actual_status": "loading", "public_ipaddr": "127.0.0.1",
             "ports": {"22/tcp": [{"HostPort": str(self.port_of_ssh)}]}, "ssh_host": "ssh.invalid", "ssh_port": 1,
             "start_date": time.time(), "extra_env": [], "dph_total": 1.2, "onstart": body.get("onstart", ""),
+            "bid": body.get("price"),
         }  # fmt: skip
         if self.boots:
             self.boot(number)
@@ -91,8 +95,9 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _of(self, path: str, body: dict):
         kind, _, number = path.strip("/").partition("/")
-        if path == "/bundles":
-            return {"offers": self.server.offers}
+        if path == "/bundles":  # what is bid for costs the lowest bid, and its disk
+            bid = {"dph_total": OFFER["min_bid"] + 0.05} if body.get("type") == "bid" else {}
+            return {"offers": [offer | bid for offer in self.server.offers]}
         if path == "/ssh":
             return [{"id": 1, "public_key": "ssh-ed25519 AAAA"}]
         if kind == "asks":

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fake_vast import KEY, OFFER, OWN_KEY, FakeVast
+from fake_vast import KEY, OFFER, OWN_KEY
 from waiting import until
 
 from upsnb import commands, overlays
@@ -27,34 +27,12 @@ def config():
     return overlays.load(project_root() / "params/smoke.yaml", overrides=SMOKE)
 
 
-@pytest.fixture
-def cloud(tmp_path, monkeypatch, kept):
-    """A server in place of Vast's; instances keep their files in a folder of the test."""
-    if not (project_root() / vast.COMMAND).exists():
-        pytest.skip("needs Vast's command: make .vastai/.installed")
-    (tmp_path / "home").mkdir()
-    server = FakeVast(tmp_path)
-    for name, value in {"VAST_URL": server.url, "VAST_API_KEY": KEY, "HOME": str(tmp_path / "home")}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    for name, value in {"PLACE": str(tmp_path / "there"), "EVERY_S": 1, "LOOK_S": 0.2, "AGAIN_S": 2}.items():
-        monkeypatch.setattr(vast, name, value)
-    monkeypatch.setattr(launches.runfolder, "new_folder", lambda name, root="": _made(kept / name))
-    yield server
-    server.close()
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
 # -- offers ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_query_asks_for_what_the_settings_need(cloud, config):
     wanted = vast.needs(config)
-    rows = vast.offers(config, wanted)
+    rows = vast.offers(wanted)
     ((_, _, body),) = [asked for asked in cloud.asked if asked[1] == "/bundles"]
     asked = {name: {how: float(value) for how, value in body[name].items()} for name in FILTERED}
     assert asked["num_gpus"] == {"eq": 1} and body["rentable"] == {"eq": True}
@@ -88,12 +66,27 @@ def test_the_cheapest_for_the_whole_run_comes_first_not_the_cheapest_by_the_hour
         OFFER | {"id": 3, "dph_total": 9.0},
     ]
     wanted = vast.needs(config)
-    rows = vast.offers(config, wanted, budget=3.0)
+    rows = vast.offers(wanted, budget=3.0)
     assert [row["id"] for row in rows] == [2, 1, 3]
     assert rows[0]["dollars"] == pytest.approx(1.5 * (0.5 + vast.START_H)) and rows[0]["hours_for_budget"] == 2.0
-    by_epochs = overlays.apply(config, {"training.time_limit_s": None})
+    by_epochs = vast.needs(overlays.apply(config, {"training.time_limit_s": None}))
     cloud.offers[1] = cloud.offers[1] | {"total_flops": 90.0}
-    assert [row["id"] for row in vast.offers(by_epochs, wanted)] == [2, 1, 3], "most operations for a dollar"
+    assert [row["id"] for row in vast.offers(by_epochs)] == [2, 1, 3], "most operations for a dollar"
+
+
+def test_a_bid_is_above_the_lowest_and_no_dearer_than_asked_and_its_price_has_the_disk_in_it(cloud, config, tmp_path):
+    wanted = vast.needs(config)
+    (row,) = vast.offers(wanted, interruptible=True)
+    ((_, _, body),) = [asked for asked in cloud.asked if asked[1] == "/bundles"]
+    assert body["type"] == "bid"
+    assert row["bid"] == pytest.approx(0.5) and row["price_per_hour"] == pytest.approx(0.55)
+    assert not vast.offers(wanted, max_price=0.5, interruptible=True), "the lowest bid would be: 0.45"
+    (planned,) = launches.plan(wanted, 5.0, interruptible=True)
+    vast.create(vast.create_command(planned["offer"], wanted, "upsnb-x", _script(cloud), vast.IMAGE), "upsnb-x")
+    assert cloud.instances[7000]["bid"] == pytest.approx(0.5)
+    (planned,) = launches.plan(wanted, 5.0)
+    vast.create(vast.create_command(planned["offer"], wanted, "upsnb-y", _script(cloud), vast.IMAGE), "upsnb-y")
+    assert cloud.instances[7001]["bid"] is None, "on demand"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +100,7 @@ def test_the_cheapest_for_the_whole_run_comes_first_not_the_cheapest_by_the_hour
 def test_what_cannot_be_rented_is_said_before_anything_is(cloud, config, budget, offer, offers, said):
     cloud.offers = offers
     with pytest.raises(RunError, match=said):
-        launches.plan(config, budget, offer)
+        launches.plan(vast.needs(config), budget, offer)
     assert not cloud.instances
 
 
@@ -121,7 +114,7 @@ def test_several_instances_take_an_offer_each_and_a_share_of_the_sweep_and_of_th
         return Path(f"run{len(started)}")
 
     monkeypatch.setattr(launches, "start_rented", start)
-    sweep, alone = Path("11_sweep.ipynb"), launches.plan(config, 5.0)[0]["limit_s"]
+    sweep, alone = Path("11_sweep.ipynb"), launches.plan(vast.needs(config), 5.0)[0]["limit_s"]
     how = {"offer": None, "max_price": None, "image": None, "resume": None}
     commands.cloud_launch((sweep, {}, config), 15.0, **how, sure=False, instances=3)
     assert capsys.readouterr().out.count("create instance") == 3 and not started
@@ -138,7 +131,7 @@ def test_several_instances_take_an_offer_each_and_a_share_of_the_sweep_and_of_th
 def test_a_wrong_key_is_said_with_its_remedy_and_is_in_no_message(cloud, config, monkeypatch):
     monkeypatch.setenv("VAST_API_KEY", "wrong-secret")
     with pytest.raises(RunError, match="401.*set api-key") as raised:
-        vast.offers(config, vast.needs(config))
+        vast.offers(vast.needs(config))
     assert "wrong-secret" not in str(raised.value)
 
 
@@ -225,17 +218,18 @@ def test_a_switch_that_is_killed_politely_stops_the_instance(cloud):
 
 def test_nothing_is_rented_twice_when_the_answer_is_lost(cloud, config):
     cloud.trouble["PUT /asks/N"] = ["done and lost"]
-    (planned,) = launches.plan(config, 5.0)
-    arguments = vast.create_command(101, planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE)
+    (planned,) = launches.plan(vast.needs(config), 5.0)
+    arguments = vast.create_command(planned["offer"], planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE)
     assert vast.create(arguments, "upsnb-x") in cloud.instances
     assert len(cloud.instances) == 1
 
 
 def test_an_offer_that_somebody_else_took_is_an_error_and_rents_nothing(cloud, config):
     cloud.trouble["PUT /asks/N"] = [400]
-    (planned,) = launches.plan(config, 5.0)
+    (planned,) = launches.plan(vast.needs(config), 5.0)
+    arguments = vast.create_command(planned["offer"], planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE)
     with pytest.raises(RunError, match="trouble 400"):
-        vast.create(vast.create_command(101, planned["needs"], "upsnb-x", _script(cloud), vast.IMAGE), "upsnb-x")
+        vast.create(arguments, "upsnb-x")
     assert not cloud.instances
 
 
@@ -243,6 +237,11 @@ def _script(cloud) -> Path:
     path = cloud.place / "given.sh"
     path.write_text(vast.onstart(1000.0))
     return path
+
+
+def start(config):
+    (planned,) = launches.plan(vast.needs(config), 5.0)
+    return launches.start_rented(planned, Path("01_train.ipynb"), {}, config, say=lambda line: None)
 
 
 @pytest.mark.slow
@@ -270,7 +269,7 @@ def test_whatever_fails_before_it_trains_the_instance_is_destroyed(cloud, config
         monkeypatch.setattr(vast.Host, "install", _no_python)
         said = "no Python"
     with pytest.raises(RunError, match=said):
-        launches.start_rented(*launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
+        start(config)
     assert not cloud.instances and not list(kept.iterdir())
 
 
@@ -285,7 +284,7 @@ def test_one_that_cannot_be_destroyed_is_named_and_not_forgotten(cloud, config, 
     monkeypatch.setattr(vast, "onstart", lambda limit_s: "true\n")
     cloud.trouble["DELETE /instances/N"] = [500, 500, 500, 500]
     with pytest.raises(RunError, match="trouble 500"):
-        launches.start_rented(*launches.plan(config, 5.0), Path("01_train.ipynb"), {}, config, say=lambda line: None)
+        start(config)
     assert 7000 in cloud.instances and "instance 7000" in launches.status(next(kept.iterdir()).name)
 
 
@@ -297,7 +296,7 @@ def test_a_run_is_rented_trains_comes_back_and_its_machine_ends(cloud, box, kept
     said: list[str] = []
     notebook, smoke = project_root() / "notebooks/01_train.ipynb", project_root() / "params/smoke.yaml"
     given, config = read_parameters(notebook, [smoke], ["training.time_limit_s=4"])
-    (planned,) = launches.plan(config, 5.0)
+    (planned,) = launches.plan(vast.needs(config), 5.0)
     folder = launches.start_rented(planned, notebook, given, config, say=said.append)
     (number,) = cloud.instances
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if OWN_KEY in path.read_text(errors="replace")]

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import badges
 import pytest
 
 from upsnb.overlays import project_root
@@ -26,9 +28,9 @@ FAKE = {
 }
 
 
-def cells() -> dict[str, str]:
+def cells(root: Path = ROOT) -> dict[str, str]:
     found = {}
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
         (source,) = (
             c["source"] for c in json.loads(path.read_text())["cells"] if "colab" in c["metadata"].get("tags", ())
         )
@@ -47,8 +49,8 @@ def colab(tmp_path):
     (tmp_path / "bin/nvidia-smi").chmod(0o755)
     (tmp_path / "elsewhere").mkdir()
 
-    def run(repository: str, **environment) -> subprocess.CompletedProcess:
-        source = next(iter(cells().values())).replace("/content", str(tmp_path / "content"))
+    def run(repository: str, root: Path = ROOT, **environment) -> subprocess.CompletedProcess:
+        source = next(iter(cells(root).values())).replace("/content", str(tmp_path / "content"))
         source += "\nprint(os.getcwd(), 'torch' in sys.modules)"
         own = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
@@ -78,10 +80,19 @@ def repository(tmp_path) -> str:
     for name in ("upsnb", "notebooks", "params"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    author = ("-c", "user.name=test", "-c", "user.email=test@example.invalid")
-    for command in (("init", "-q"), ("add", "-A"), (*author, "commit", "-qm", "all")):
-        subprocess.run(["git", *command], cwd=folder, check=True)
+    shutil.copy(ROOT / "README.md", folder)
+    git(folder, "init", "-q")
+    commit(folder, "all")
     return str(folder)
+
+
+def git(folder: Path | str, *command: str) -> str:
+    return subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def commit(folder: Path | str, subject: str) -> None:
+    git(folder, "add", "-A")
+    git(folder, "-c", "user.name=test", "-c", "user.email=test@example.invalid", "commit", "-qm", subject)
 
 
 def test_it_is_the_same_everywhere_and_does_nothing_elsewhere(tmp_path):
@@ -123,3 +134,34 @@ def test_a_wrong_address_is_said_without_showing_it(colab):
 def test_what_pip_refuses_is_said(colab, repository):
     done = colab(repository, PIP_SAYS="ERROR: Cannot install torch>=2.11 and torch==2.2")
     assert done.returncode and "RunError: pip: ERROR: Cannot install torch>=2.11" in done.stderr
+
+
+# -- badges ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_public_copy_is_fetched_at_its_notebooks_own_revision_without_a_secret(colab, repository, tmp_path):
+    badges.write(Path(repository), "me/upsnb", "v1.0")
+    commit(repository, "badges")
+    git(repository, "tag", "v1.0")
+    (Path(repository) / "later.txt").write_text("of the next version")
+    commit(repository, "later")
+    elsewhere = {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{repository}.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://github.com/me/upsnb.git",
+    }
+    done = colab("nowhere", Path(repository), **elsewhere)
+    assert done.returncode == 0, done.stderr
+    fetched = tmp_path / "content/upsnb"
+    assert git(fetched, "rev-parse", "HEAD") == git(repository, "rev-parse", "v1.0")
+    assert not (fetched / "later.txt").exists()
+
+
+def test_each_notebook_has_a_badge_that_opens_it_and_all_of_them_can_be_taken_out(repository):
+    root = Path(repository)
+    badges.write(root, "me/upsnb", "v1.0")
+    said = (root / "README.md").read_text()
+    opened = re.findall(r"\(https://colab.research.google.com/github/me/upsnb/blob/v1.0/(notebooks/\w+.ipynb)\)", said)
+    assert sorted(opened) == sorted(path.relative_to(root).as_posix() for path in root.glob("notebooks/*.ipynb"))
+    badges.write(root, "", "")
+    assert not git(root, "status", "--short"), "as it was before"

@@ -23,7 +23,7 @@ from upsnb.cloud.host import KEPT, KNOWN, Host
 from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import RunError
 from upsnb.report.file import finish
-from upsnb.runs import runfolder
+from upsnb.runs import checkpoint_index, runfolder
 from upsnb.runs.files import Shape, read_json, write_json
 
 FORMAT, KIND = 1, "cloud"
@@ -33,6 +33,7 @@ COLUMNS = {  # of an offer, as they are shown
     "gpus": "GPUs",
     "gib": "GiB each",
     "price_per_hour": "$/h",
+    "bid": "of which bid",
     "dollars": "$ for the run",
     "hours_for_budget": "h for the budget",
     "tflops_per_dollar": "TFLOPS h/$",
@@ -55,10 +56,14 @@ class _Record(Shape):
     provider: Literal["ssh", "vast"]
     name: str
     host: _Host | None  # None: rented, and not up yet
-    instance: int | None
+    instance: int | None  # of Vast's; None while it is between two
     price_per_hour: float
     limit_s: float
     created: float
+
+
+class Spent(RunError):
+    """What is left of a budget pays for no training."""
 
 
 def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed: Path | None = None) -> Path:
@@ -72,28 +77,37 @@ def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed
         RunError: no connection, no Python there, or a name that is taken there.
     """
     folder = _folder(config, resumed)
+    asked = {"notebook": f"notebooks/{notebook.name}", "given": _given(given, config)}
     record = {"provider": "ssh", "instance": None, "price_per_hour": config.cost.price_per_hour, "limit_s": 0.0}
     with _nothing_left(folder):
-        _begin(host, folder, notebook, given, config, resumed)
+        _begin(host, folder, asked, resumed is not None)
         _keep(folder, host, record)
     return folder
 
 
 def plan(
-    config: RunConfig, budget: float, offer: int | None = None, max_price: float | None = None, count: int = 1
+    wanted: dict,
+    budget: float,
+    offer: int | None = None,
+    max_price: float | None = None,
+    count: int = 1,
+    interruptible: bool = False,
 ) -> list[dict]:
     """What would be rented for a run, for how long and at what price; nothing is rented.
 
     Args:
+        wanted: as `vast.needs` says.
         count: of instances, which share the budget and take an offer each, the cheapest first.
+        interruptible: machines that are bid for.
     Returns:
-        For each instance the offer's row, what is needed, seconds until the switch stops it, and the dollars left for
-        training.
+        For each instance the offer's row, what is needed, the dollars that it may cost and those of them that are for
+        training, and seconds until the switch stops it.
     Raises:
-        RunError: too few offers, not this one, or a budget that is spent before anything trains.
+        RunError: too few offers, or not this one.
+        Spent: before anything trains.
     """
-    wanted, share = vast.needs(config), budget / count
-    rows = vast.offers(config, wanted, share, max_price)
+    share = budget / count
+    rows = vast.offers(wanted, share, max_price, interruptible)
     if len(rows) < count:
         known = f"{len(rows)} offers have" if rows else "no offer has"
         raise RunError(f"{known} what is needed ({vast.query(wanted, max_price)}) -> ask for less, or later")
@@ -108,22 +122,24 @@ def _planned(chosen: dict, wanted: dict, budget: float) -> dict:
     training_h = limit_s / 3600 - vast.START_H - vast.GRACE_S / 3600
     if training_h < SHORTEST_H:
         least = chosen["price_per_hour"] * (vast.START_H + vast.GRACE_S / 3600 + SHORTEST_H)
-        raise RunError(f"${budget:g}: is spent before anything trains -> ${least:.2f} at least, or a cheaper offer")
-    left = chosen["price_per_hour"] * training_h
-    return {"offer": chosen, "needs": wanted, "limit_s": limit_s, "training_dollars": round(left, 4)}
+        raise Spent(f"${budget:g}: is spent before anything trains -> ${least:.2f} at least, or a cheaper offer")
+    left = round(chosen["price_per_hour"] * training_h, 4)
+    return {"offer": chosen, "needs": wanted, "budget": budget, "training_dollars": left, "limit_s": limit_s}
 
 
-def survey(config: RunConfig, budget: float | None, max_price: float | None, folder: Path | None) -> dict:
+def survey(
+    config: RunConfig, budget: float | None, max_price: float | None, folder: Path | None, interruptible: bool = False
+) -> dict:
     """What a run needs and what it would cost where, written as a report; nothing is rented.
 
     Without an account, or without Vast's command, the report says why there are no offers.
     """
     trouble, wanted, rows = None, vast.needs(config), []
     try:
-        rows = vast.offers(config, wanted, budget, max_price)
+        rows = vast.offers(wanted, budget, max_price, interruptible)
     except RunError as error:
         trouble = str(error)
-    asked = {"budget": budget, "max_price": max_price, "time_limit_s": config.training.time_limit_s}
+    asked = {"budget": budget, "max_price": max_price, "interruptible": interruptible}
     return finish(
         {"format": FORMAT, "kind": KIND, **asked, "needs": wanted, "offers": rows, "trouble": trouble}, folder
     )
@@ -146,21 +162,23 @@ def summary(report: dict) -> str:
     """A survey in a few lines."""
     if report["trouble"]:
         return f"{needed(report['needs'])}\nno offers: {report['trouble']}"
-    how = "price of the whole run" if report["time_limit_s"] else "operations a dollar buys: the run ends by its epochs"
+    by_epochs = "operations a dollar buys: the run ends by its epochs"
+    how = "price of the whole run" if report["needs"]["hours"] else by_epochs
     table = offered(report["offers"]).to_string() if report["offers"] else "nothing to be had"
     return f"{needed(report['needs'])}\n{len(report['offers'])} offers, by {how}\n{table}"
 
 
 def command(planned: dict, label: str, script: Path, image: str = vast.IMAGE) -> str:
     """The exact command that rents, to read."""
-    return shlex.join(["vastai", *vast.create_command(planned["offer"]["id"], planned["needs"], label, script, image)])
+    return shlex.join(["vastai", *vast.create_command(planned["offer"], planned["needs"], label, script, image)])
 
 
-def line(preset: str, config: RunConfig, budget: float) -> str:
+def line(preset: str, config: RunConfig, budget: float, interruptible: bool = False) -> str:
     """What to type to see what renting for these settings would do."""
     own = overlays.difference(overlays.load(overlays.preset_path(preset)), config)
     given = [word for name, value in {"preset": preset, **own}.items() for word in ("-p", f"{name}={_as_yaml(value)}")]
-    return shlex.join(["python", "-m", "upsnb", "cloud", "launch", "01_train", *given, "--budget", f"{budget:g}"])
+    asked = ["--budget", f"{budget:g}", *(["--interruptible"] if interruptible else [])]
+    return shlex.join(["python", "-m", "upsnb", "cloud", "launch", "01_train", *given, *asked])
 
 
 def _as_yaml(value) -> str:
@@ -187,40 +205,79 @@ def start_rented(
         raise RunError(
             "vastai: the account has no SSH key -> .vastai/bin/vastai create ssh-key, and it gets in with it"
         )
-    price = planned["offer"]["price_per_hour"]
     folder = _folder(config, resumed)
-    record = {"provider": "vast", "price_per_hour": price, "limit_s": planned["limit_s"]}
-    label = f"upsnb-{folder.name}"
-    with _nothing_left(folder), tempfile.TemporaryDirectory() as work:
+    asked = {"notebook": f"notebooks/{notebook.name}", "given": _given(given, config), "image": image}
+    with _nothing_left(folder):
+        try:
+            rent(folder, planned, {"provider": "vast", "budget": planned["budget"], "spent": 0.0, **asked}, say)
+        except BaseException:
+            if not held(folder):
+                _forget(folder)
+            raise
+    return folder
+
+
+def rent(folder: Path, planned: dict, record: dict, say: vast.Say) -> None:
+    """Rent what was planned and let what a record asks for begin there, from the run's latest checkpoint if it has one.
+
+    Raises:
+        RunError: whatever failed. The record says by then that nothing is held, unless that could not be ended.
+    """
+    price, label = planned["offer"]["price_per_hour"], f"upsnb-{folder.name}"
+    record = record | {"price_per_hour": price, "limit_s": planned["limit_s"], "needs": planned["needs"]}
+    record |= {"interruptible": planned["offer"]["bid"] is not None, "created": time.time()}
+    (folder / KNOWN).unlink(missing_ok=True)  # of a machine before
+    with tempfile.TemporaryDirectory() as work:
         script = Path(work) / "onstart.sh"
         script.write_text(vast.onstart(planned["limit_s"]))
-        arguments = vast.create_command(planned["offer"]["id"], planned["needs"], label, script, image)
+        arguments = vast.create_command(planned["offer"], planned["needs"], label, script, record["image"])
         number = vast.create(arguments, label)
         say(f"rented: instance {number}, {planned['offer']['gpus']}, ${price:.3f} an hour")
         try:
-            _keep(folder, None, {**record, "instance": number})
+            _keep(folder, None, record | {"instance": number})
             host = vast.wait(number, folder / KNOWN, say)
-            _keep(folder, host, {**record, "instance": number})
+            _keep(folder, host, record | {"instance": number})
             say("code goes there, then its packages; a few minutes")
-            cost = (f"cost.price_per_hour={price}", f"cost.budget={planned['training_dollars']}")
-            _begin(host, folder, notebook, given, config, resumed, cost)
+            goes_on = checkpoint_index.is_there(folder)
+            earlier_h = runfolder.costs(folder)["held_s"] / 3600 if goes_on else 0.0
+            left = planned["training_dollars"] + price * earlier_h  # a run's time all counts at one price
+            _begin(host, folder, record, goes_on, (f"cost.price_per_hour={price}", f"cost.budget={left:.4f}"))
         except BaseException:
             say(f"destroying instance {number}")
-            vast.destroy(number)
-            _forget(folder)
+            let_go(folder, record | {"instance": number})
             raise
-    return folder
+
+
+def let_go(folder: Path, record: dict) -> dict:
+    """Destroy a run's instance and count what it may have cost; the record, of a run that nobody trains by now."""
+    vast.destroy(record["instance"])
+    spent = record["spent"] + record["price_per_hour"] * (time.time() - record["created"]) / 3600
+    record = record | {"instance": None, "spent": round(spent, 4)}
+    _keep(folder, None, record)
+    return record
+
+
+def held(folder: Path) -> bool:
+    """Whether a run has a machine elsewhere."""
+    if not (folder / KEPT).exists():
+        return False
+    record = read_json(folder / KEPT, FORMAT, _Record)
+    return record["instance"] is not None or record["host"] is not None
 
 
 def _folder(config: RunConfig, resumed: Path | None) -> Path:
     """
     Raises:
-        RunError: what was resumed is still held elsewhere.
+        RunError: what was resumed is still held elsewhere, or has nothing to go on from.
     """
-    if resumed is not None and (resumed / KEPT).exists():
+    if resumed is None:
+        return runfolder.new_folder(config.logging.name, config.logging.root)
+    if held(resumed):
         remedy = f"python -m upsnb cloud pull {resumed.name}, then cloud destroy {resumed.name}"
         raise RunError(f"{resumed.name}: is held elsewhere -> {remedy}")
-    return resumed or runfolder.new_folder(config.logging.name, config.logging.root)
+    if not checkpoint_index.is_there(resumed):
+        raise RunError(f"{resumed.name}: has no whole checkpoint to go on from -> start without --resume")
+    return resumed
 
 
 @contextlib.contextmanager
@@ -239,31 +296,32 @@ def _forget(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _begin(
-    host: Host,
-    folder: Path,
-    notebook: Path,
-    given: dict,
-    config: RunConfig,
-    resumed: Path | None,
-    more: Iterable[str] = (),
-) -> None:
+def _given(given: dict, config: RunConfig) -> dict:
+    """Parameters of a notebook with the code of a model of the user's own, whose file may lie anywhere here."""
     from upsnb.models import chosen
 
     source = chosen.with_source(config).model.source
-    if source:  # the model's file may lie anywhere here
-        given = {**given, "model": {**given.get("model", {}), "source": source}}
-    if resumed is not None:
+    return {**given, "model": {**given.get("model", {}), "source": source}} if source else given
+
+
+def _begin(host: Host, folder: Path, asked: dict, goes_on: bool, more: Iterable[str] = ()) -> None:
+    """Send code, settings and, to go on with, the run; let it begin.
+
+    Args:
+        asked: {"notebook", "given"}.
+    """
+    given, name = asked["given"], folder.name
+    if goes_on:
         given = {**given, "checkpoint": {**given.get("checkpoint", {}), "resume": True}}
-    name = folder.name
-    host.send(name, yaml.safe_dump(given, sort_keys=False), resumed)
+    host.send(name, yaml.safe_dump(given, sort_keys=False), folder if goes_on else None)
     host.install(name)
-    host.begin(name, f"notebooks/{notebook.name}", more)
+    host.begin(name, asked["notebook"], more)
 
 
 def _keep(folder: Path, host: Host | None, record: dict) -> None:
     there = vars(host) if host else None
-    write_json(folder / KEPT, {"format": FORMAT, "name": folder.name, "host": there, "created": time.time(), **record})
+    known = {"format": FORMAT, "name": folder.name, "created": time.time()}
+    write_json(folder / KEPT, {**known, **record, "host": there})
 
 
 # -- those that were started -------------------------------------------------------------------------------------------
@@ -291,6 +349,8 @@ def status(name: str) -> str:
     """What a run does there, in a line: its state, what it printed last, and what its machine costs."""
     folder, record = find(name)
     money = ""
+    if not held(folder):
+        return f"{folder.name}: has no machine -> python -m upsnb cloud follow {folder.name} goes on on another one"
     if record["instance"] is not None:
         found = vast.instance(record["instance"])
         if found is None:
@@ -366,6 +426,8 @@ def destroy(name: str, sure: bool = False) -> str:
     if record["instance"] is not None:
         vast.destroy(record["instance"])
         done = f"instance {record['instance']} is destroyed"
+    elif record["host"] is None:
+        done = "it had no machine"
     else:
         host(record).remove(folder.name)
         done = f"{record['host']['address']}: the run's folder there is deleted"

@@ -33,6 +33,7 @@ SOFTWARE_GB, DOWNLOADED_GB = 12.0, 4.0  # packages as installed, and as they com
 CHECKPOINTS_GB = 7.5
 MOST_OFFERS = 200  # the cheapest by the hour
 START_H = 0.25  # until packages are there and it trains
+OUTBID = 1.25  # of the lowest bid that is taken: the lowest itself is outbid by whoever comes next
 BOOT_S, LOOK_S = 1800.0, 10.0
 IDLE_S, GRACE_S, EVERY_S = 1800, 180, 10
 AGAIN_S = 900  # for what lies on an instance that is started once more, though its budget is spent
@@ -101,7 +102,7 @@ def needs(config: RunConfig) -> dict:
 
     Returns:
         GPUs, memory of each [GiB], None where the data files that it is predicted from are not here, disk [GB], data to
-        fetch [GB], CUDA of the driver, compute capability.
+        fetch [GB], hours of training, None where it ends by its epochs, CUDA of the driver, compute capability.
     Raises:
         ConfigError: it trains on no GPU, or on several machines.
     """
@@ -126,6 +127,7 @@ def needs(config: RunConfig) -> dict:
         "gpu_gib": round(peak_gib * (1 + plan.FRAGMENTATION) + plan.RESERVE_GIB, 2) if peak_gib else None,
         "disk_gb": round(SOFTWARE_GB + data_gb + CHECKPOINTS_GB + 5),
         "data_gb": round(data_gb, 1),
+        "hours": round(training.time_limit_s / 3600, 3) if training.time_limit_s else None,
         "cuda": WHEEL_CUDA,
         "capability": BF16_CAPABILITY if halves else WHEEL_CAPABILITY,
     }
@@ -148,7 +150,9 @@ def query(wanted: dict, max_price: float | None = None) -> str:
     return " ".join(terms + ([f"dph<={max_price:g}"] if max_price else []))
 
 
-def offers(config: RunConfig, wanted: dict, budget: float | None = None, max_price: float | None = None) -> list[dict]:
+def offers(
+    wanted: dict, budget: float | None = None, max_price: float | None = None, interruptible: bool = False
+) -> list[dict]:
     """The machines to be had that have what is needed, the cheapest for the whole run first.
 
     A run with a time limit costs price times time, start-up and downloads. One that ends by its epochs costs the less
@@ -156,13 +160,20 @@ def offers(config: RunConfig, wanted: dict, budget: float | None = None, max_pri
 
     Args:
         wanted: as `needs` says.
+        interruptible: those that are bid for, at a bid of OUTBID times the lowest; a higher one takes the machine away.
     """
-    terms, disk = query(wanted, max_price), str(wanted["disk_gb"])
-    found = ask("search", "offers", terms, "--limit", str(MOST_OFFERS), "--order", "dph", "--storage", disk)
-    hours = config.training.time_limit_s / 3600 if config.training.time_limit_s else None
+    terms, disk, hours = query(wanted, max_price), str(wanted["disk_gb"]), wanted["hours"]
+    kind = ["--type", "bid" if interruptible else "on-demand"]
+    found = ask("search", "offers", terms, *kind, "--limit", str(MOST_OFFERS), "--order", "dph", "--storage", disk)
     rows = []
     for offer in found or []:
-        price = float(offer["dph_total"])
+        price, bid = float(offer["dph_total"]), None
+        if interruptible:  # the total is the lowest bid and what the disk costs
+            lowest = float(offer["min_bid"])
+            bid = round(OUTBID * lowest, 4)
+            price += bid - lowest
+            if max_price and price > max_price:
+                continue
         traffic = float(offer.get("inet_down_cost") or 0) * (wanted["data_gb"] + DOWNLOADED_GB)
         tflops = float(offer.get("total_flops") or 0)
         rows.append(
@@ -171,6 +182,7 @@ def offers(config: RunConfig, wanted: dict, budget: float | None = None, max_pri
                 "gpus": f"{offer['num_gpus']} x {offer['gpu_name']}",
                 "gib": round(float(offer["gpu_ram"]) / 1024, 1),
                 "price_per_hour": round(price, 4),
+                "bid": bid,
                 "dollars": round(price * (START_H + hours) + traffic, 3) if hours else None,
                 "tflops_per_dollar": round(tflops / price, 1) if price else 0.0,
                 "hours_for_budget": round(budget / price, 2) if budget and price else None,
@@ -212,11 +224,11 @@ def onstart(limit_s: float) -> str:
     return text
 
 
-def create_command(offer: int, wanted: dict, label: str, script: Path, image: str) -> list[str]:
-    """The arguments of `vastai` that rent an offer."""
-    disk = str(wanted["disk_gb"])
-    named = ["--image", image, "--disk", disk, "--label", label, "--onstart", str(script)]
-    return ["create", "instance", str(offer), *named, "--ssh", "--direct", "--cancel-unavail", "--retry", "1"]
+def create_command(offer: dict, wanted: dict, label: str, script: Path, image: str) -> list[str]:
+    """The arguments of `vastai` that rent one of `offers`."""
+    named = ["--image", image, "--disk", str(wanted["disk_gb"]), "--label", label, "--onstart", str(script)]
+    named += ["--bid_price", str(offer["bid"])] if offer["bid"] else []
+    return ["create", "instance", str(offer["id"]), *named, "--ssh", "--direct", "--cancel-unavail", "--retry", "1"]
 
 
 def create(command: list[str], label: str) -> int:

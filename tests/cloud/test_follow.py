@@ -1,0 +1,112 @@
+"""A run at Vast.ai that is followed to its end, over machines that are taken away."""
+
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_vast import FakeVast
+from waiting import until
+
+from upsnb import overlays
+from upsnb.__main__ import read_parameters
+from upsnb.cloud import follow, host, launches, vast
+from upsnb.cloud.host import KEPT, Host
+from upsnb.errors import RunError
+from upsnb.overlays import project_root
+from upsnb.runs import checkpoint_index
+from upsnb.runs.files import read_json, write_json
+from upsnb.runs.handle import Run
+
+SMOKE = project_root() / "params/smoke.yaml"
+
+
+@pytest.fixture
+def wanted() -> dict:
+    return vast.needs(overlays.load(SMOKE, overrides={"training.time_limit_s": 60.0}))
+
+
+def record(kept: Path, wanted: dict, **changes) -> str:
+    """A run that was started at Vast, and what is known of it."""
+    (kept / "away").mkdir()
+    known = {"format": 1, "name": "away", "provider": "vast", "host": None, "instance": None, "price_per_hour": 1.2}
+    known |= {"limit_s": 9e3, "created": time.time(), "budget": 5.0, "spent": 0.0, "needs": wanted, "given": {}}
+    known |= {"notebook": "notebooks/01_train.ipynb", "image": vast.IMAGE, "interruptible": True}
+    write_json(kept / "away" / KEPT, known | changes)
+    return "away"
+
+
+def test_what_is_left_of_a_budget_is_all_that_a_new_machine_may_cost(cloud, kept, wanted, monkeypatch):
+    asked = []
+
+    def rent(folder, planned, *rest):
+        asked.append(planned["budget"])
+        raise RunError("no Python 3.11 or newer -> install one there")
+
+    monkeypatch.setattr(launches, "rent", rent)
+    monkeypatch.setattr(follow, "MOST_FAILURES", 2)
+    name = record(kept, wanted, spent=3.75)
+    with pytest.raises(RunError, match="2 times in a row: no Python"):
+        follow.follow(name, 0.0, lambda line: None)
+    assert asked == [1.25, 1.25]
+    write_json(kept / name / KEPT, read_json(kept / name / KEPT, 1) | {"spent": 4.99})
+    with pytest.raises(RunError, match="is spent before anything trains"):
+        follow.follow(name, 0.0, lambda line: None)
+    assert not cloud.rented and "has no machine" in launches.status(name)
+    assert launches.destroy(name) == "it had no machine" and not (kept / name / KEPT).exists()
+
+
+def test_trouble_of_a_moment_ends_nothing_and_an_ended_run_ends_its_machine(cloud, kept, wanted, near, monkeypatch):
+    cloud.rent(101, {})
+    monkeypatch.setattr(Host, "pull", lambda self, name, folder: 0)
+    cloud.trouble["GET /instances/N"], said = [500], []
+    states = iter(("running\nstep 5", "finished"))
+    monkeypatch.setattr(Host, "state", lambda self, name: next(states))
+    name = record(kept, wanted, instance=7000, host=vars(near))
+    assert follow.follow(name, 0.0, said.append)
+    assert [line.split(": ")[1] for line in said[:-1]] == ["not now", "running", "finished"]
+    assert not cloud.instances and not (kept / name / KEPT).exists()
+
+
+def test_one_that_has_stopped_itself_is_started_for_what_lies_there(cloud, kept, wanted, near, monkeypatch):
+    cloud.rent(101, {})
+    cloud.instances[7000]["actual_status"] = "exited"
+    came = []
+    monkeypatch.setattr(vast, "wait", lambda number, known, say: near)
+    monkeypatch.setattr(
+        Host, "pull", lambda self, name, folder: came.append(cloud.instances[7000]["actual_status"]) or 0
+    )
+    monkeypatch.setattr(Host, "state", lambda self, name: "finished")
+    assert follow.follow(record(kept, wanted, instance=7000, host=vars(near)), 0.0, lambda line: None)
+    assert came[0] == "running" and cloud.rented == 1 and not cloud.instances
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_elsewhere_when_its_machine_is_taken_away(cloud: FakeVast, kept, near, tmp_path):
+    """With all that is on it. What was pulled is what goes on, for what the first machine has left of the budget."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / host.venv_name()).symlink_to(project_root() / ".venv")
+    settings = ["training.time_limit_s=12", "checkpoint.interval=10"]
+    given, config = read_parameters(project_root() / "notebooks/01_train.ipynb", [SMOKE], settings)
+    (planned,) = launches.plan(vast.needs(config), 5.0, interruptible=True)
+    said: list[str] = []
+    folder = launches.start_rented(planned, Path("01_train.ipynb"), given, config, say=said.append)
+    ended: list[bool] = []
+    follower = threading.Thread(target=lambda: ended.append(follow.follow(folder.name, 0.5, said.append)))
+    follower.start()
+    until(lambda: checkpoint_index.is_there(folder), "no checkpoint came")
+    subprocess.run(["pkill", "-KILL", "-f", str(there / folder.name)], check=False)
+    subprocess.run(["pkill", "-KILL", "-f", f"outputs/{folder.name}"], check=False)
+    shutil.rmtree(there / folder.name)
+    cloud.instances[7000]["actual_status"] = "exited"
+    follower.join()
+    assert ended == [True], said
+    run = Run.attach(folder)
+    assert run.status() == "finished" and len(run.manifest["segments"]) == 2
+    (again,) = [line for line in said if "goes on from step" in line]
+    assert int(again.split("step ")[1].split(",")[0]) > 0 and "$5" in again
+    assert cloud.rented == 2 and not cloud.instances, "both machines ended"
+    assert not (folder / KEPT).exists() and (folder / "report.json").exists()

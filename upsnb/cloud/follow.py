@@ -1,0 +1,104 @@
+"""A run elsewhere followed to its end: pulled again and again, and on another machine where one is taken away.
+
+A machine that was bid for stops whenever somebody bids more. What is lost with it is what the run did since its last
+checkpoint that was pulled, never what it may cost: each machine's budget is what those before it have left.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from upsnb.cloud import launches, vast
+from upsnb.errors import RunError
+from upsnb.runs import checkpoint_index
+
+EVERY_S = 120.0
+TAKEN = ("exited", "stopped", "offline")  # states of an instance; its own switch lets a run end first
+MOST_FAILURES = 5  # machines in a row on which nothing began to train
+GONE = "its machine was taken away"
+
+
+class Failed(RunError):
+    """A machine was found, and nothing began to train on it."""
+
+
+def follow(name: str, every_s: float = EVERY_S, say: vast.Say = print) -> bool:
+    """Pull a run every so often until it has ended, then end the instance that it was on.
+
+    Whatever cannot be asked now is asked again: a switch on the machine itself bounds what this may cost.
+
+    Returns:
+        Whether the notebook there finished.
+    Raises:
+        RunError: it cannot go on: its budget is spent, machine after machine failed, or it was on no rented one.
+    """
+    last, failures = "", 0
+    if "given" not in (known := launches.find(name)[1]) and known["provider"] == "vast":
+        raise RunError(f"{name}: an earlier version rented for it, and kept no settings to go on with -> cloud pull")
+    while True:
+        folder, record = launches.find(name)
+        try:
+            if record["provider"] == "vast" and record["instance"] is None:
+                _go_on(folder, record, say)
+                state = "goes on"
+            else:
+                state = _turn(folder, record, last.startswith("running"))
+            failures = 0
+        except launches.Spent as error:
+            raise RunError(f"{name}: {error}; what was pulled is here") from None
+        except RunError as error:
+            state = f"not now: {error}"
+            failures += isinstance(error, Failed)
+            if failures == MOST_FAILURES:
+                raise RunError(f"{name}: {failures} times in a row: {error} -> follow it again later") from None
+        if state != last:
+            say(f"{name}: {state}")
+            last = state
+        if state.startswith(("finished", "failed", "stopped")):
+            if record["provider"] == "vast":
+                say(launches.destroy(name, sure=True))
+            return state.startswith("finished")
+        if state != GONE:
+            time.sleep(every_s)
+
+
+def _turn(folder: Path, record: dict, trained: bool) -> str:
+    """Pull what there is; what the run does there.
+
+    Args:
+        trained: a moment ago. One that is found stopped at first may have finished, and is started for a pull.
+    """
+    name, rented = folder.name, record["instance"]
+    if rented is not None:
+        found = vast.instance(rented)
+        if found is None or (trained and found.get("actual_status") in TAKEN):
+            return _taken(folder, record)
+        if found.get("actual_status") in TAKEN:
+            launches.pull(name)
+            record = launches.find(name)[1]  # it may have another port now
+    state = launches.host(record).state(name)
+    if not state.startswith("starting"):
+        launches.host(record).pull(name, folder)
+    if state.startswith("stopped") and rented is not None:  # it was away for a while
+        return _taken(folder, record)
+    return state.replace("\n", ": ", 1)
+
+
+def _taken(folder: Path, record: dict) -> str:
+    launches.let_go(folder, record)
+    return GONE
+
+
+def _go_on(folder: Path, record: dict, say: vast.Say) -> None:
+    left = record["budget"] - record["spent"]
+    (planned,) = launches.plan(record["needs"], round(left, 4), interruptible=record["interruptible"])
+    where = "begins anew"
+    if checkpoint_index.is_there(folder):
+        kept = checkpoint_index.read_index(folder)
+        where = f"goes on from step {kept['checkpoints'][kept['latest']]['step']}"
+    say(f"{folder.name}: {where}, with ${left:.2f} of ${record['budget']:g}")
+    try:
+        launches.rent(folder, planned, record, say)
+    except RunError as error:
+        raise Failed(str(error)) from None
