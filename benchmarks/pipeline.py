@@ -57,6 +57,13 @@ def judged(model: Surrogate, datasets: dict, split: str, config: RunConfig) -> d
     return found
 
 
+def one_call(model: Surrogate, datasets: dict, config: RunConfig) -> dict[str, float]:
+    """Errors of one call on the test split, and those of PDEBench's three bands of waves: up to 4, up to 12, above."""
+    alone = config.evaluation.model_copy(update={"rollout": False})
+    ((_, found),) = evaluation.evaluate(model, datasets, "test", alone, Ranks()).items()
+    return {key: found[key] for key in ("nrmse_mean", "frmse_low", "frmse_mid", "frmse_high")}
+
+
 def best_size(model: Surrogate, datasets: dict, config: RunConfig) -> float:
     """The noise whose ensemble is best on the validation split [standard deviations of the training data]."""
     found = {size: judged(perturbed(model, size), datasets, "validation", config)["crps"] for size in SIZES}
@@ -89,6 +96,7 @@ def trained(preset: str, seed: int, folder: Path, size: float | None) -> list[di
         gate = {key: gates[stage][key] for key in ("against", "verdict", "ratio", "ci95")} if stage in gates else None
         row = {"stage": stage, **known, "steps": steps.get(stage), "gate": gate, **more}
         row |= {key: found[key] for key in KEPT if key in found}
+        row |= {"one_call": one_call(model, datasets, config)} if stage != PERTURBED else {}
         rows.append(row | {"samples": len(found["samples"]), "over_time": found["per_time"]})
         said = f"{preset}, seed {seed}, {stage}: CRPS {row['crps']:.4g}, {row.get('correlation_time')}, {gate}"
         print(said, flush=True)

@@ -129,6 +129,7 @@ def pipeline(report: Mapping) -> str:
             mine = [row for row in each if row["stage"] == stage]
             scores = [row["crps"] for row in mine]
             lasts = [row["correlation_time"] for row in mine if "correlation_time" in row]
+            calls = [row["one_call"] for row in mine if "one_call" in row]
             gates = [row["gate"] for row in mine if row["gate"]]
             said = [f"{gate['verdict']} ({number(gate['ratio'], 3)})" for gate in gates]
             rows.append(
@@ -139,6 +140,8 @@ def pipeline(report: Mapping) -> str:
                     "of each seed": ", ".join(f"{value:.4g}" for value in scores),
                     "nRMSE of the mean": f"{median(row['mean_nrmse'] for row in mine):.3g}",
                     "correlated for": f"{median(lasts):.3g}" if lasts else "",
+                    "one call": f"{median(one['nrmse_mean'] for one in calls):.3g}" if calls else "",
+                    "its waves above 12": f"{median(one['frmse_high'] for one in calls):.3g}" if calls else "",
                     "spread / skill": f"{median(row['spread_skill'] for row in mine):.2f}" * (mine[0]["members"] > 1),
                     "forecast [ms]": f"{1e3 * median(row['forecast_s'] for row in mine):.3g}",
                     "verdicts": ", ".join(said),
