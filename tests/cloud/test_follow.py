@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_vast import FakeVast
+from fake_vast import KEY, OWN_KEY, FakeVast
 from waiting import until
 
 from upsnb import overlays
 from upsnb.__main__ import read_parameters
-from upsnb.cloud import follow, host, launches, vast
+from upsnb.cloud import follow, launches, vast
 from upsnb.cloud.host import KEPT, Host
 from upsnb.errors import RunError
 from upsnb.overlays import project_root
@@ -84,23 +84,24 @@ def test_one_that_has_stopped_itself_is_started_for_what_lies_there(cloud, kept,
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_elsewhere_when_its_machine_is_taken_away(cloud: FakeVast, kept, near, tmp_path):
-    """With all that is on it. What was pulled is what goes on, for what the first machine has left of the budget."""
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / host.venv_name()).symlink_to(project_root() / ".venv")
+def test_a_run_is_rented_and_goes_on_elsewhere_when_its_machine_is_taken_away(cloud: FakeVast, kept, box, tmp_path):
+    """By the real command and a real sshd. All that was on the machine is lost with it; what was pulled goes on, for
+    what the first machine has left of the budget, and in the end both are gone and the run's folder is whole."""
+    found = subprocess.run(["ssh", "-G", "box"], capture_output=True, text=True, check=True).stdout
+    cloud.port_of_ssh = int(next(line.split()[1] for line in found.splitlines() if line.startswith("port ")))
     settings = ["training.time_limit_s=12", "checkpoint.interval=10"]
     given, config = read_parameters(project_root() / "notebooks/01_train.ipynb", [SMOKE], settings)
     (planned,) = launches.plan(vast.needs(config), 5.0, interruptible=True)
     said: list[str] = []
     folder = launches.start_rented(planned, Path("01_train.ipynb"), given, config, say=said.append)
-    ended: list[bool] = []
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if OWN_KEY in path.read_text(errors="replace")]
+    assert "instance 7000" in launches.status(folder.name)
+    onstart, ended = cloud.instances[7000]["onstart"], []
     follower = threading.Thread(target=lambda: ended.append(follow.follow(folder.name, 0.5, said.append)))
     follower.start()
     until(lambda: checkpoint_index.is_there(folder), "no checkpoint came")
-    subprocess.run(["pkill", "-KILL", "-f", str(there / folder.name)], check=False)
     subprocess.run(["pkill", "-KILL", "-f", f"outputs/{folder.name}"], check=False)
-    shutil.rmtree(there / folder.name)
+    shutil.rmtree(Path(box.folder) / folder.name)
     cloud.instances[7000]["actual_status"] = "exited"
     follower.join()
     assert ended == [True], said
@@ -108,5 +109,10 @@ def test_a_run_goes_on_elsewhere_when_its_machine_is_taken_away(cloud: FakeVast,
     assert run.status() == "finished" and len(run.manifest["segments"]) == 2
     (again,) = [line for line in said if "goes on from step" in line]
     assert int(again.split("step ")[1].split(",")[0]) > 0 and "$5" in again
+    cost = run.config.cost
+    assert cost.price_per_hour == pytest.approx(0.55) and planned["training_dollars"] - 0.1 < cost.budget < 5.0
     assert cloud.rented == 2 and not cloud.instances, "both machines ended"
     assert not (folder / KEPT).exists() and (folder / "report.json").exists()
+    text = "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+    text += "".join(said) + onstart
+    assert KEY not in text and OWN_KEY not in text

@@ -7,16 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fake_vast import KEY, OFFER, OWN_KEY
+from fake_vast import OFFER
 from waiting import until
 
 from upsnb import commands, overlays
 from upsnb.__main__ import read_parameters
 from upsnb.cloud import launches, vast
-from upsnb.cloud.host import KEPT
 from upsnb.errors import ConfigError, RunError
 from upsnb.overlays import project_root
-from upsnb.runs.handle import Run
 
 FILTERED = ("num_gpus", "gpu_ram", "cuda_max_good", "compute_cap", "disk_space")
 SMOKE = {"training.time_limit_s": 1800.0, "cost.budget": None}
@@ -286,32 +284,3 @@ def test_one_that_cannot_be_destroyed_is_named_and_not_forgotten(cloud, config, 
     with pytest.raises(RunError, match="trouble 500"):
         start(config)
     assert 7000 in cloud.instances and "instance 7000" in launches.status(next(kept.iterdir()).name)
-
-
-@pytest.mark.slow
-def test_a_run_is_rented_trains_comes_back_and_its_machine_ends(cloud, box, kept):
-    """All of it, by the real command and a real sshd: launch, status, pull, a start for another pull, the end."""
-    found = subprocess.run(["ssh", "-G", "box"], capture_output=True, text=True, check=True).stdout
-    cloud.port_of_ssh = int(next(line.split()[1] for line in found.splitlines() if line.startswith("port ")))
-    said: list[str] = []
-    notebook, smoke = project_root() / "notebooks/01_train.ipynb", project_root() / "params/smoke.yaml"
-    given, config = read_parameters(notebook, [smoke], ["training.time_limit_s=4"])
-    (planned,) = launches.plan(vast.needs(config), 5.0)
-    folder = launches.start_rented(planned, notebook, given, config, say=said.append)
-    (number,) = cloud.instances
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if OWN_KEY in path.read_text(errors="replace")]
-    assert f"instance {number}" in launches.status(folder.name)
-    until(lambda: "finished" in launches.status(folder.name), "it never finished")
-    launches.pull(folder.name)
-    text = "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
-    text += "".join(said) + cloud.instances[number]["onstart"]
-    assert KEY not in text and OWN_KEY not in text
-    cost = Run.attach(folder).config.cost
-    assert cost.price_per_hour == 1.2 and cost.budget == planned["training_dollars"] < 5.0
-
-    cloud.instances[number]["actual_status"] = "exited"
-    assert "exited" in launches.status(folder.name)
-    launches.pull(folder.name)
-    assert cloud.instances[number]["actual_status"] == "running", "it was started for the pull"
-    assert "destroyed" in launches.destroy(folder.name) and not cloud.instances
-    assert not (folder / KEPT).exists() and (folder / "report.json").exists()
