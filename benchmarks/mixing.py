@@ -4,7 +4,7 @@
 
 Three generated datasets: many easy pairs, fewer of a shock, few of a static problem. Errors are of the test split, 40 %
 of the samples; a mixture is judged by its errors over those of equal turns with the same seed, geometric mean over the
-datasets. Outputs go to outputs/reference/mixing/mixing.json.
+datasets. Outputs go to outputs/reference/mixing/.
 """
 
 from __future__ import annotations
@@ -89,15 +89,16 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=runfolder.project_root() / "outputs/reference/mixing")
     arguments = parser.parse_args()
-    path = arguments.output / "mixing.json"
-    rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    path = arguments.output / runfolder.REPORT
     for seed in arguments.seeds:
         for arm, overlay in ARMS.items():
-            config = overlays.resolve(SETTINGS, {**overlay, "training.seed": seed})
-            rows = [row for row in rows if (row["arm"], row["seed"]) != (arm, seed)]
-            rows.append({"arm": arm, "seed": seed, **train(config)})
-            # after each run: an interrupted benchmark keeps what it has
-            save({"format": 1, "kind": "mixing", "over uniform": judged(rows), "rows": rows}, path)
+            row = {"arm": arm, "seed": seed, **train(overlays.resolve(SETTINGS, {**overlay, "training.seed": seed}))}
+            print(row, flush=True)
+            # after each run: an interrupted benchmark keeps what it has, and other seeds may be trained beside these
+            rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+            rows = [other for other in rows if (other["arm"], other["seed"]) != (arm, seed)] + [row]
+            rows.sort(key=lambda row: (row["seed"], list(ARMS).index(row["arm"])))
+            save({"format": 1, "kind": "mixing", "over_uniform": judged(rows), "rows": rows}, path)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,24 @@ def wrapper(report: Mapping) -> str:
     return f"{where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
 
 
+def mixing(report: Mapping) -> str:
+    """Errors of each mixture, and over those of equal turns."""
+    rows, judged = [], report["over_uniform"]
+    for arm in dict.fromkeys(row["arm"] for row in report["rows"]):
+        mine = [row for row in report["rows"] if row["arm"] == arm]
+        over = "{ratio:.3f} [{0:.3f}, {1:.3f}]".format(*judged[arm]["ci95"], **judged[arm]) if arm in judged else ""
+        rows.append(
+            {
+                "turns": arm,
+                **{name: number(median(row["nrmse"][name] for row in mine), 3) for name in mine[0]["nrmse"]},
+                "over equal turns": over,
+                "samples seen": ", ".join(f"{count:,}" for count in mine[0]["samples"].values()),
+            }
+        )
+    count = len({row["seed"] for row in report["rows"]})
+    return f"{where(report)}; nRMSE of the test split, median of {count} seeds.\n\n{markdown(pd.DataFrame(rows))}"
+
+
 def finetune(report: Mapping) -> str:
     """What training through several calls reached, beside the same time on one call."""
     rows = [
