@@ -1,11 +1,11 @@
 """What do the stages after the operator add, and is it worth their time? Chaos, and a problem with one answer.
 
-    python benchmarks/pipeline.py --only pipeline_ks pipeline_darcy    # 60 quiet minutes
-    python benchmarks/pipeline.py --only pipeline_ks+pipeline_diffusion pipeline_darcy+pipeline_diffusion \
-        --output outputs/reference/pipeline_diffusion    # 40 more; the others go to outputs/reference/pipeline/
+    python benchmarks/pipeline.py --only pipeline_ks    # 45 quiet minutes, three seeds
+    python benchmarks/pipeline.py --only pipeline_ks+pipeline_diffusion --output outputs/reference/pipeline_diffusion
+    # likewise the others, 10 to 30 minutes each, a folder outputs/reference/pipeline_NAME/ for each machine and time
 
-Kuramoto-Sivashinsky flow, which is chaotic, and Darcy flow, where there ought to be nothing to gain: the runs of
-params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates look at the
+Kuramoto-Sivashinsky and Kolmogorov flow, which are chaotic, and Darcy flow, where there ought to be nothing to gain: the
+runs of params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates look at the
 validation split. The numbers here are of the test split, by the weights that each stage ended with; beside them
 the cheapest ensemble there is, fine-tuning's forecasts of given frames that noise was added to.
 """
@@ -34,6 +34,7 @@ from upsnb.training.parallel import Ranks
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = {  # params files, on top of each other, and seeds
     "pipeline_ks": (42, 43, 44),
+    "pipeline_kolmogorov": (42,),
     "pipeline_darcy": (42,),
     "pipeline_ks+pipeline_diffusion": (42,),
     "pipeline_darcy+pipeline_diffusion": (42,),
