@@ -4,10 +4,10 @@
     python benchmarks/pipeline.py --only pipeline_ks+pipeline_diffusion --output outputs/reference/pipeline_diffusion
     # likewise the others, 10 to 30 minutes each, a folder outputs/reference/pipeline_NAME/ for each machine and time
 
-Kuramoto-Sivashinsky and Kolmogorov flow, which are chaotic, and Darcy flow, where there ought to be nothing to gain: the
-runs of params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates look at the
-validation split. The numbers here are of the test split, by the weights that each stage ended with; beside them
-the cheapest ensemble there is, fine-tuning's forecasts of given frames that noise was added to.
+Kuramoto-Sivashinsky and Kolmogorov flow, which are chaotic, and Darcy flow, where there ought to be nothing to gain:
+the runs of params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates
+look at the validation split. The numbers here are of the test split, by the weights that each stage ended with;
+beside them the cheapest ensemble there is, fine-tuning's forecasts of given frames that noise was added to.
 """
 
 import argparse
