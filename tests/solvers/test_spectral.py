@@ -249,6 +249,21 @@ def test_a_grid_four_times_finer_changes_flow_by_less_than_a_thousandth(monkeypa
     assert _nrmse(ours, resample_square(fine, 64), 2).max() < 1e-3
 
 
+def test_a_flow_too_fast_for_the_step_takes_finer_ones_and_the_flow_beside_it_its_own(turbulence):
+    both, times = np.concatenate((turbulence, 8 * turbulence)), np.array([0, 0.1, 0.2])
+    found = kolmogorov_flow(both, 0.02, 0.1, 4, times)
+    assert _nrmse(found[1:], kolmogorov_flow(both[1:], 0.02, 0.1, 4, times, 0.001), 2).max() < 1e-2
+    np.testing.assert_array_equal(found[:1], kolmogorov_flow(turbulence, 0.02, 0.1, 4, times))
+    np.testing.assert_array_equal(found[1:], kolmogorov_flow(both[1:], 0.02, 0.1, 4, times))
+
+
+def test_a_gusty_flow_is_followed_to_the_end():
+    """Sample 42 of `params/pipeline_kolmogorov.yaml` begins at nearly twice the usual speed."""
+    settings, times = SOLVERS[spectral.solve_kolmogorov_flow], np.linspace(0, 2.0, 11)
+    (made,) = spectral.solve_kolmogorov_flow(0, range(42, 43), settings, 64, times)
+    assert np.isfinite(made["vorticity"]).all() and np.abs(made["vorticity"]).max() < 100
+
+
 # --- symmetries -------------------------------------------------------------------------------------------------------
 
 
