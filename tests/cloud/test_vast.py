@@ -44,6 +44,7 @@ def test_more_ranks_and_bf16_need_more_gpus_and_newer_ones_and_a_wider_model_mor
     halves = {"training.num_gpus": 4, "training.amp": True, "training.amp_dtype": "bfloat16"}
     four = vast.needs(overlays.apply(config, halves))
     assert four["num_gpus"] == 4 and four["capability"] == 8.0
+    assert "pcie_bw>=10" in vast.query(four).split() and "pcie_bw" not in vast.query(vast.needs(config))
     wide = overlays.apply(config, {"operator.pdet.hidden_dim": 512, "operator.pdet.depth": 8})
     assert vast.needs(wide)["gpu_gib"] > vast.needs(config)["gpu_gib"] + 0.1
     with pytest.raises(ConfigError, match="training.device"):
