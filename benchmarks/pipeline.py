@@ -39,7 +39,7 @@ PRESETS = {  # params files, on top of each other, and seeds
     "pipeline_ks+pipeline_diffusion": (42,),
     "pipeline_darcy+pipeline_diffusion": (42,),
 }
-PERTURBED, SIZES = "finetune, perturbed", (3e-4, 1e-3, 3e-3, 1e-2)  # noise, of which validation chooses [std]
+PERTURBED, SIZES = "finetune, perturbed", (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # noise that validation chooses [std]
 KEPT = (  # of what is found of a stage
     *("members", "crps", "mean_nrmse", "spread_skill", "coverage", "rank_histogram", "forecast_s"),
     *("times", "correlation_time", "correlation_lost"),

@@ -33,7 +33,7 @@ def follow(name: str, every_s: float = EVERY_S, say: vast.Say = print) -> bool:
     Raises:
         RunError: it cannot go on: its budget is spent, machine after machine failed, or it was on no rented one.
     """
-    last, failures = "", 0
+    last, failures, trained = "", 0, False
     if "given" not in (known := launches.find(name)[1]) and known["provider"] == "vast":
         raise RunError(f"{name}: an earlier version rented for it, and kept no settings to go on with -> cloud pull")
     while True:
@@ -43,8 +43,8 @@ def follow(name: str, every_s: float = EVERY_S, say: vast.Say = print) -> bool:
                 _go_on(folder, record, say)
                 state = "goes on"
             else:
-                state = _turn(folder, record, last.startswith("running"))
-            failures = 0
+                state = _turn(folder, record, trained)
+            failures, trained = 0, state.startswith("running")  # not known for a while is no other state
         except launches.Spent as error:
             raise RunError(f"{name}: {error}; what was pulled is here") from None
         except RunError as error:
@@ -67,7 +67,8 @@ def _turn(folder: Path, record: dict, trained: bool) -> str:
     """Pull what there is; what the run does there.
 
     Args:
-        trained: a moment ago. One that is found stopped at first may have finished, and is started for a pull.
+        trained: when it was last known. One that is found stopped at first may have finished, and is started for a
+            pull.
     """
     name, rented = folder.name, record["instance"]
     if rented is not None:
