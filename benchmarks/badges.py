@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COLAB = "https://colab.research.google.com"
 BLOCK = re.compile(r"(?<=<!--badges-->\n).*?(?=<!--/badges-->)", re.DOTALL)
-CELL = re.compile(r'^repository, revision = ".*", ".*"', re.MULTILINE)
+CELL = re.compile(r'^_repository, _revision = ".*", ".*"', re.MULTILINE)
 
 
 def badge(repository: str, revision: str, notebook: str) -> str:
@@ -31,7 +31,7 @@ def write(root: Path, repository: str, revision: str) -> None:
     """
     notebooks = sorted((root / "notebooks").glob("*.ipynb"))
     cloned = f"https://github.com/{repository}.git" if repository else ""
-    line = f'repository, revision = "{cloned}", "{revision if repository else ""}"'
+    line = f'_repository, _revision = "{cloned}", "{revision if repository else ""}"'
     for path in notebooks:
         notebook = json.loads(path.read_text())
         (cell,) = (cell for cell in notebook["cells"] if "colab" in cell["metadata"].get("tags", ()))

@@ -1,5 +1,6 @@
 """The first cell of every notebook, as Colab runs it: with google.colab, pip and nvidia-smi of the test's own."""
 
+import ast
 import json
 import os
 import re
@@ -165,3 +166,10 @@ def test_each_notebook_has_a_badge_that_opens_it_and_all_of_them_can_be_taken_ou
     assert sorted(opened) == sorted(path.relative_to(root).as_posix() for path in root.glob("notebooks/*.ipynb"))
     badges.write(root, "", "")
     assert not git(root, "status", "--short"), "as it was before"
+
+
+def test_nothing_it_names_is_taken_for_a_setting():
+    """A public name of plain data would be one (`overlays.of_notebook`)."""
+    names = [node.id for node in ast.walk(ast.parse(next(iter(cells().values())))) if isinstance(node, ast.Name)]
+    bound = {name for name in names if name not in ("os", "subprocess", "sys", "userdata", "upsnb")}
+    assert bound and all(name.startswith("_") for name in bound), bound
