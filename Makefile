@@ -31,9 +31,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q tests/test_repository.py
 
-# Fast tests first: most mistakes show within a minute. Slow ones start processes of their own and wait for them, so three
-# at a time; notebooks two, which compute. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's parameters; nbval's limit is one per cell,
-# and like pytest's against hangs alone.
+# Fast tests first: most mistakes show within a minute. Slow ones start processes of their own and wait for them, so
+# three at a time; notebooks compute, so two. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's
+# parameters; nbval's limit is one per cell, and like pytest's against hangs alone.
 # A file stays on one worker, where its tests share a run (pytest 9.2 takes xdist's groups back); in the folders' order,
 # because by the number of tests the longest files would begin last.
 BY_FILE := --dist loadfile --no-loadscope-reorder

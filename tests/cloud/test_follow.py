@@ -86,6 +86,28 @@ def test_one_that_has_stopped_itself_is_started_for_what_lies_there(cloud, kept,
     assert came[0] == "running" and cloud.rented == 1 and not cloud.instances
 
 
+def test_a_run_that_has_finished_rents_nothing_when_its_machine_is_gone(cloud, kept, wanted, monkeypatch):
+    name = record(kept, wanted, instance=7000)
+    (kept / name / "manifest.json").touch()
+    monkeypatch.setattr(follow, "read_manifest", lambda folder: {"status": "finished"})
+    assert follow.follow(name, 0.0, lambda line: None)
+    assert not cloud.rented and not (kept / name / KEPT).exists()
+
+
+def test_what_is_here_of_a_study_goes_along_and_a_run_without_a_checkpoint_begins_anew(kept, wanted, near, monkeypatch):
+    sent, folder = [], kept / record(kept, wanted)
+    monkeypatch.setattr(Host, "send", lambda self, name, given, run=None: sent.append(run))
+    for name in ("install", "begin"):
+        monkeypatch.setattr(Host, name, lambda *_: None)
+    asked = {"notebook": "notebooks/11_sweep.ipynb", "given": {}}
+    launches._begin(near, folder, asked)
+    (folder / "sweep.json").touch()
+    launches._begin(near, folder, asked)
+    (folder / "manifest.json").touch()
+    launches._begin(near, folder, asked)
+    assert sent == [None, folder, None]
+
+
 def lose(place: Path) -> None:
     """A folder with all that works in it."""
     for process in Path("/proc").glob("[0-9]*"):

@@ -12,8 +12,8 @@ from pathlib import Path
 from upsnb.cloud import launches, vast
 from upsnb.errors import RunError
 from upsnb.runs import checkpoint_index
+from upsnb.runs.runfolder import MANIFEST, read_manifest
 
-EVERY_S = 120.0
 TAKEN = ("exited", "stopped", "offline")  # states of an instance; its own switch lets a run end first
 MOST_FAILURES = 5  # machines in a row on which nothing began to train
 GONE = "its machine was taken away"
@@ -23,7 +23,7 @@ class Failed(RunError):
     """A machine was found, and nothing began to train on it."""
 
 
-def follow(name: str, every_s: float = EVERY_S, say: vast.Say = print) -> bool:
+def follow(name: str, every_s: float, say: vast.Say) -> bool:
     """Pull a run every so often until it has ended, then end the instance that it was on.
 
     Whatever cannot be asked now is asked again: a switch on the machine itself bounds what this may cost.
@@ -40,8 +40,7 @@ def follow(name: str, every_s: float = EVERY_S, say: vast.Say = print) -> bool:
         folder, record = launches.find(name)
         try:
             if record["provider"] == "vast" and record["instance"] is None:
-                _go_on(folder, record, say)
-                state = "goes on"
+                state = _go_on(folder, record, say)
             else:
                 state = _turn(folder, record, trained)
             failures, trained = 0, state.startswith("running")  # not known for a while is no other state
@@ -74,7 +73,8 @@ def _turn(folder: Path, record: dict, trained: bool) -> str:
     if rented is not None:
         found = vast.instance(rented)
         if found is None or (trained and found.get("actual_status") in TAKEN):
-            return _taken(folder, record)
+            launches.let_go(folder, record)
+            return GONE
         if found.get("actual_status") in TAKEN:
             launches.pull(name)
             record = launches.find(name)[1]  # it may have another port now
@@ -82,16 +82,15 @@ def _turn(folder: Path, record: dict, trained: bool) -> str:
     if not state.startswith("starting"):
         launches.host(record).pull(name, folder)
     if state.startswith("stopped") and rented is not None:  # it was away for a while
-        return _taken(folder, record)
+        launches.let_go(folder, record)
+        return GONE
     return state.replace("\n", ": ", 1)
 
 
-def _taken(folder: Path, record: dict) -> str:
-    launches.let_go(folder, record)
-    return GONE
-
-
-def _go_on(folder: Path, record: dict, say: vast.Say) -> None:
+def _go_on(folder: Path, record: dict, say: vast.Say) -> str:
+    """Rent another machine for a run that has none, unless it needs none any more."""
+    if (folder / MANIFEST).exists() and read_manifest(folder)["status"] == "finished":
+        return "finished before its machine was gone; what its notebook drew afterwards may be missing"
     left = record["budget"] - record["spent"]
     (planned,) = launches.plan(record["needs"], round(left, 4), interruptible=record["interruptible"])
     where = "begins anew"
@@ -103,3 +102,4 @@ def _go_on(folder: Path, record: dict, say: vast.Say) -> None:
         launches.rent(folder, planned, record, say)
     except RunError as error:
         raise Failed(str(error)) from None
+    return "goes on"

@@ -80,7 +80,7 @@ def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed
     asked = {"notebook": f"notebooks/{notebook.name}", "given": _given(given, config)}
     record = {"provider": "ssh", "instance": None, "price_per_hour": config.cost.price_per_hour, "limit_s": 0.0}
     with _nothing_left(folder):
-        _begin(host, folder, asked, resumed is not None)
+        _begin(host, folder, asked)
         _keep(folder, host, record)
     return folder
 
@@ -218,7 +218,7 @@ def start_rented(
 
 
 def rent(folder: Path, planned: dict, record: dict, say: vast.Say) -> None:
-    """Rent what was planned and let what a record asks for begin there, from the run's latest checkpoint if it has one.
+    """Rent what was planned and let what a record asks for begin there, or go on from what of it is here.
 
     Raises:
         RunError: whatever failed. The record says by then that nothing is held, unless that could not be ended.
@@ -238,23 +238,20 @@ def rent(folder: Path, planned: dict, record: dict, say: vast.Say) -> None:
             host = vast.wait(number, folder / KNOWN, say)
             _keep(folder, host, record | {"instance": number})
             say("code goes there, then its packages; a few minutes")
-            goes_on = checkpoint_index.is_there(folder)
-            earlier_h = runfolder.costs(folder)["held_s"] / 3600 if goes_on else 0.0
+            earlier_h = runfolder.costs(folder)["held_s"] / 3600 if checkpoint_index.is_there(folder) else 0.0
             left = planned["training_dollars"] + price * earlier_h  # a run's time all counts at one price
-            _begin(host, folder, record, goes_on, (f"cost.price_per_hour={price}", f"cost.budget={left:.4f}"))
+            _begin(host, folder, record, (f"cost.price_per_hour={price}", f"cost.budget={left:.4f}"))
         except BaseException:
             say(f"destroying instance {number}")
             let_go(folder, record | {"instance": number})
             raise
 
 
-def let_go(folder: Path, record: dict) -> dict:
-    """Destroy a run's instance and count what it may have cost; the record, of a run that nobody trains by now."""
+def let_go(folder: Path, record: dict) -> None:
+    """Destroy a run's instance, and keep in its record that it has none now and what that one may have cost."""
     vast.destroy(record["instance"])
     spent = record["spent"] + record["price_per_hour"] * (time.time() - record["created"]) / 3600
-    record = record | {"instance": None, "spent": round(spent, 4)}
-    _keep(folder, None, record)
-    return record
+    _keep(folder, None, record | {"instance": None, "spent": round(spent, 4)})
 
 
 def held(folder: Path) -> bool:
@@ -275,7 +272,7 @@ def _folder(config: RunConfig, resumed: Path | None) -> Path:
     if held(resumed):
         remedy = f"python -m upsnb cloud pull {resumed.name}, then cloud destroy {resumed.name}"
         raise RunError(f"{resumed.name}: is held elsewhere -> {remedy}")
-    if not checkpoint_index.is_there(resumed):
+    if (resumed / runfolder.MANIFEST).exists() and not checkpoint_index.is_there(resumed):
         raise RunError(f"{resumed.name}: has no whole checkpoint to go on from -> start without --resume")
     return resumed
 
@@ -304,15 +301,20 @@ def _given(given: dict, config: RunConfig) -> dict:
     return {**given, "model": {**given.get("model", {}), "source": source}} if source else given
 
 
-def _begin(host: Host, folder: Path, asked: dict, goes_on: bool, more: Iterable[str] = ()) -> None:
-    """Send code, settings and, to go on with, the run; let it begin.
+def _begin(host: Host, folder: Path, asked: dict, more: Iterable[str] = ()) -> None:
+    """Send code, settings and what is here to go on with; let it begin.
+
+    That is a run with a checkpoint, or a study of several runs, which knows by itself which of them are done.
 
     Args:
         asked: {"notebook", "given"}.
     """
     given, name = asked["given"], folder.name
+    goes_on = checkpoint_index.is_there(folder)
     if goes_on:
         given = {**given, "checkpoint": {**given.get("checkpoint", {}), "resume": True}}
+    elif not (folder / runfolder.MANIFEST).exists():
+        goes_on = any(path.name not in (KEPT, KNOWN) for path in folder.iterdir())
     host.send(name, yaml.safe_dump(given, sort_keys=False), folder if goes_on else None)
     host.install(name)
     host.begin(name, asked["notebook"], more)
