@@ -49,10 +49,11 @@ def where(report: Mapping) -> str:
     """Machine, versions and date of a measurement."""
     hardware, versions = report["hardware"], report["versions"]
     device = report.get("settings", {}).get("training.device", hardware["device"])
+    cores = f"{hardware['num_cores']} core{'s' * (hardware['num_cores'] > 1)}"
     if device == "cpu" and hardware["device"] == "cpu":
-        machine = f"{hardware['num_cores']} cores of an {hardware['device_name']}"
+        machine = f"{cores} of an {hardware['device_name']}"
     elif device == "cpu":
-        machine = f"{hardware['num_cores']} cores beside {hardware['num_devices']} x {hardware['device_name']}"
+        machine = f"{cores} beside {hardware['num_devices']} x {hardware['device_name']}"
     else:
         machine = f"{report.get('num_ranks', hardware['num_devices'])} x {hardware['device_name']}"
     return ", ".join(filter(None, (machine, f"torch {versions['torch']}", report.get("date"))))
