@@ -43,6 +43,15 @@ def test_without_a_gpu_files_for_gpus_are_refused_in_words_and_nothing_is_large(
     assert "for GPUs" in by_name(CPU)["2gpu_optimized"].refused and not by_name(CPU)["cpu_optimized"].refused
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
+def test_of_its_few_samples_some_are_left_for_each_split(machine):
+    """Whatever share a file's own settings take: two in a hundred of many samples are none of these."""
+    for trial in check.plan(BASE, machine):
+        split = trial.config.data.split
+        for dataset in trial.config.data.datasets.values() if not trial.refused else ():
+            assert int(dataset.generate.num_samples * min(split.validation_fraction, split.test_fraction)) >= 1, trial
+
+
 def test_what_does_not_apply_to_a_model_is_not_tried(tmp_path):
     spectral = overlays.load(
         *(runfolder.project_root() / f"params/{name}.yaml" for name in ("smoke", "models/fno")),

@@ -149,6 +149,8 @@ def _on_little_data(config: RunConfig, machine: Hardware) -> RunConfig:
         "training.nccl_tuning": False,
         "training.bf16_gradients": False,
         "training.device": "auto",
+        "data.split.validation_fraction": 0.1,  # a file's own shares may be less than one of these few samples
+        "data.split.test_fraction": 0.1,
     }
     settings |= SMALL if machine.device == "cpu" else {}
     batch_size = settings.get("training.batch_size", config.training.batch_size)
