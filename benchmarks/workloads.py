@@ -3,7 +3,8 @@
     python benchmarks/workloads.py    # 40 quiet minutes; writes outputs/reference/workloads/
 
 First each example trains as its params/cpu.yaml says. Then two arms take turns on the machine until both have trained
-for as many epochs: that file without any phase, and with those of FAST, which are the same for all.
+for as many epochs: that file without any phase and with the kernel that torch chooses, and with the phases of FAST,
+which are the same for all, and the file's own kernel.
 """
 
 import argparse
@@ -57,7 +58,9 @@ def compared(name: str, folder: Path) -> dict:
     base = of_example(name, **ENOUGH, **{"stages.operator.epochs": EPOCHS[name]})
     for phase in map(phases.BY_NAME.get, phases.names_on(base)):
         base = overlays.apply(base, phase.off)
-    arms.compare(base, overlays.apply(base, FAST), folder, noise_floor=False, block_s=8.0)
+    fast = overlays.apply(base, FAST)  # with the attention kernel of its file
+    base = overlays.apply(base, {"operator.pdet.attention": "sdpa"})
+    arms.compare(base, fast, folder, noise_floor=False, block_s=8.0)
     report = arms.compare_report(folder)
     first, second = (report["arms"][report[key]][0] for key in ("baseline", "optimized"))
     return {

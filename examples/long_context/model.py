@@ -89,7 +89,7 @@ class Attention(nn.Module):
         if backend == "math":  # the scores written out
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
             scores = scores.masked_fill(~mask, -torch.inf)
-            return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+            return torch.softmax(scores, dim=-1).to(v.dtype) @ v
         if backend in KERNELS:
             with sdpa_kernel(KERNELS[backend]):
                 return F.scaled_dot_product_attention(q, k, v, mask)

@@ -126,12 +126,14 @@ class MMDiT(Network):
         for name, spec in specs.items():  # they come with the specs and not with the weights
             for key in ("mean", "std"):
                 self.register_buffer(f"{name}_{key}", torch.tensor(getattr(spec, key)).view(-1, 1, 1), persistent=False)
-            rows, columns = (torch.arange(side // patch) / REACH for side in spec.size)
-            table = rotary_table(torch.cartesian_prod(rows, columns), (False, False), width // shape.num_heads)
-            for key, value in zip(("cos", "sin"), table):
+            places = torch.cartesian_prod(*(torch.arange(side // patch) for side in spec.size))
+            table = rotary_table(places / REACH, (False, False), width // shape.num_heads)
+            # Rotations say how far two patches are apart; near noise nothing else tells a patch on which side it lies.
+            where = waves(places, width // 2).flatten(1)
+            for key, value in zip(("cos", "sin", "where"), (*table, where)):
                 self.register_buffer(f"{name}_{key}", value, persistent=False)
         self.words = nn.Embedding(len(WORDS), width)
-        self.places = nn.Parameter(0.02 * torch.randn(LENGTH, width))
+        self.places = nn.Parameter(torch.randn(LENGTH, width))
         self.pixels = nn.Linear(CHANNELS * patch**2, width)
         self.time = Mlp(width, width)
         self.summary = nn.Linear(width, width)
@@ -168,7 +170,7 @@ class MMDiT(Network):
         grid = tuple(side // self.patch for side in z_BCHW.shape[2:])
         table = getattr(self, f"{name}_cos"), getattr(self, f"{name}_sin")
         patches = F.pixel_unshuffle(z_BCHW, self.patch).flatten(2).transpose(1, 2)
-        picture, caption = self.pixels(patches), self.words(tokens_BL)
+        picture, caption = self.pixels(patches) + getattr(self, f"{name}_where"), self.words(tokens_BL)
         condition = F.silu(self.time(waves(1000 * time_B, self.width)) + self.summary(caption.mean(dim=1)))
         caption = caption + self.places
         for block in self.trunk:

@@ -62,7 +62,8 @@ def attend(q_BHND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, backend: str) -> Tens
     """
     if backend == "math":
         scores = (q_BHND * q_BHND.shape[-1] ** -0.5) @ k_BHLD.transpose(-1, -2)
-        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BHLD.dtype) @ v_BHLD
+        # Summed up in float32 and written out in the dtype of the scores: float32 would be twice the bytes.
+        return torch.softmax(scores, dim=-1).to(v_BHLD.dtype) @ v_BHLD
     if backend == "flex":
         kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
         return kernel(q_BHND, k_BHLD, v_BHLD)
