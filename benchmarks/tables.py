@@ -184,14 +184,15 @@ def workloads(report: Mapping) -> str:
                 "reached": number(reached["error"], 3),
                 "without a model": f"{reached['baseline']} {number(reached['baseline_error'], 3)}",
                 "trained [s]": number(own["train_time_s"], 3),
-                "on cores": own.get("cores", report["hardware"]["num_cores"]),
+                "on cores": own.get("cores", found["hardware"]["num_cores"]),
                 "speed": f"{own['samples_per_s']['median']:,.0f} {own['unit']}/s",
                 "phases over none": factor(compared["speedup"]) if compared else "not measured",
                 "their error over its": number(compared["error_ratio"][dataset], 3) if compared else "",
                 "`gc.collect()` [ms]": number(found["collecting_ms"], 3),
+                "measured on": where(found),
             }
             rows.append(row)
-    return f"{where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
+    return markdown(pd.DataFrame(rows))
 
 
 def steady_prior(report: Mapping) -> str:

@@ -21,6 +21,7 @@ from upsnb.compare import arms
 from upsnb.config import RunConfig
 from upsnb.report import style
 from upsnb.report.figures import RunFigures
+from upsnb.report.file import finish
 from upsnb.report.results import train_report
 from upsnb.runs import handle, runfolder
 from upsnb.runs.runfolder import REPORT
@@ -95,6 +96,7 @@ def main() -> None:
     for name in args.only:
         found[name] = {"trained": trained(name, work / f"{name}-trained", args.output)}
         found[name] |= {"compared": compared(name, work / name), "collecting_ms": collecting_ms(name)}
+        found[name] = finish(found[name], None)  # the others may be of another machine
         save({"format": 1, "kind": "workloads", "examples": found}, kept)
 
 

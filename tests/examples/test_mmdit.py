@@ -156,6 +156,16 @@ def test_a_new_block_hands_on_what_it_was_given():
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, (picture, caption)))
 
 
+def test_a_patch_is_told_where_it_lies_and_not_only_how_far_others_are(perturb):
+    model = make_model(perturb)
+    for block in model.trunk:  # nothing comes from other tokens: what differs is the patch's own
+        for output in block.attention.outputs:
+            torch.nn.init.zeros_(output.weight)
+    y = model("square", torch.ones(1, 3, 32, 32), torch.ones(1), inputs(count=1)[2])
+    patches = torch.nn.functional.pixel_unshuffle(y, model.patch).flatten(2)[0].T
+    assert (torch.cdist(patches, patches) + torch.eye(len(patches))).min() > 1e-4
+
+
 def test_places_words_and_time_all_matter(perturb):
     model, (z, time, tokens) = make_model(perturb), inputs()
     said = model("square", z, time, tokens)
