@@ -36,6 +36,17 @@ def test_backends_agree_in_output_and_gradients(backend, dtype, compiled):
         assert (found - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_probabilities_in_16_bits_are_summed_up_in_float32(compiled):
+    """Summed up in bfloat16, 4,096 equal scores would stop at 256, and sixteen times too much come out."""
+    call = torch.compile(attend, backend="aot_eager") if compiled else attend
+    q, k, v = torch.randn(3, 1, 2, 4096, 16, dtype=torch.bfloat16)
+    assert torch.equal(call(torch.zeros_like(q[:, :, :8]), k, torch.ones_like(v), "math"), torch.ones(1, 2, 8, 16))
+    scores = (q[:, :, :8] / 4) @ k.transpose(-1, -2)
+    whole = torch.softmax(scores, -1, dtype=torch.float32).bfloat16() @ v
+    assert torch.equal(call(q[:, :, :8], k, v, "math"), whole)
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_generated_kernel_of_flex_attention_gives_the_same_forward():
