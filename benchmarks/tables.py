@@ -10,7 +10,7 @@ from statistics import median
 import pandas as pd
 from keep import REFERENCE
 
-from upsnb.compare import board_pages
+from upsnb.compare import board_pages, ladder, ladder_figures
 from upsnb.report.file import factor, number
 from upsnb.runs.runfolder import REPORT
 
@@ -193,6 +193,20 @@ def workloads(report: Mapping) -> str:
             }
             rows.append(row)
     return markdown(pd.DataFrame(rows))
+
+
+def search(report: Mapping) -> str:
+    """What a search tried and found, and how that compares with the file that was written by hand."""
+    baseline, by_hand = report["params"]
+    compared = report["compared"]
+    head = f"{report['minutes']:.0f} minutes from `{baseline}` on, {where(report)}. {ladder.recommended(report)}"
+    ratios = ", ".join(f"{name} {number(ratio, 3)}" for name, ratio in compared["nrmse_ratio"].items())
+    equal = ", ".join(f"{name} {number(ratio, 3)}" for name, ratio in compared["aa_nrmse_ratio"].items())
+    told = (
+        f"`{by_hand}` is {factor(compared['speedup'])} times as fast as what was found (two equal arms: "
+        f"{factor(compared['aa_ratio'])}), at an nRMSE on the test split of {ratios} times its (two equal arms: {equal})."
+    )
+    return "\n\n".join((head, markdown(ladder_figures.tried(report)), told))
 
 
 def steady_prior(report: Mapping) -> str:
