@@ -162,22 +162,28 @@ def leaves(tree, path=""):
             yield f"{path}.{name}", torch.as_tensor(value)
 
 
-def test_a_flip_ends_a_measurement_and_is_obeyed(tiny_config, train_here, tmp_path):
-    run = handle.Run(tmp_path)
+@pytest.mark.parametrize("arm", [WITHOUT, WITH])
+def test_a_flip_ends_a_measurement_whatever_turn_it_is_and_is_obeyed(tiny_config, train_here, tmp_path, arm):
+    run, ended_at = handle.Run(tmp_path), []
+
+    def turns():
+        return [event["arm"] for event in runfolder.read_events(tmp_path, ("turn",))]
 
     def at_step(step):
         revision = runfolder.read_control(tmp_path).revision
         if step == 2 and revision == 0:
             run.measure("activation_checkpointing")
-        elif step == 9 and revision == 1:
+        elif revision == 1 and step >= 9 and [WITHOUT, *turns()][-1] == arm:
             run.update({"noise": 0.01})
+            ended_at.append(step + 1)
 
     events = train_here(tiny_config(("darcy",), **{"training.batch_size": 1}), tmp_path, at_step)
     began, ended = [event for event in events if event["kind"] == "measuring"]
-    assert (began["applied"], ended["applied"], ended["step"]) == (True, False, 10)
+    assert (began["applied"], ended["applied"], [ended["step"]]) == (True, False, ended_at)
     assert "another request came" in ended["reason"]
     (flip,) = [event for event in events if event["kind"] == "flip"]
-    assert flip["applied"] and flip["step"] == 10 and flip["changes"] == {"training.noise": 0.01}
+    assert flip["applied"] and [flip["step"]] == ended_at and flip["changes"] == {"training.noise": 0.01}
+    assert events[-1]["kind"] == "end" and run.current_config.operator.pdet.use_activation_checkpoint is False
 
 
 @pytest.mark.parametrize(

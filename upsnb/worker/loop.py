@@ -275,7 +275,7 @@ class Loop:
                 return self._go_on(RELAUNCH)
             if requested.measure:
                 self._change(partial(self.measuring.begin, requested.measure, asked and asked.measure))
-            elif requested.turn != self.measuring.arm:
+            elif requested.turn != self.measuring.arm and not requested.settings:  # which have ended all turns
                 self._change(partial(self.measuring.take_turn, requested.turn))
             if not requested.pause:
                 break
