@@ -152,6 +152,7 @@ class Search:
 
     def climb(self, turns: Turns) -> None:
         """Keep every change that is sure to gain more than two equal arms differ, until none does."""
+        self.measure(turns, NOTHING)  # how long a step takes, and so how many there is time for
         equal = self.measure(turns, NOTHING)
         self.floor = max((abs(end - 1) for end in equal["ci95"] if end is not None), default=0.0)
         best, losing, gained = self.base, set(), True
