@@ -220,11 +220,19 @@ def test_a_short_search_ends_with_what_it_tried_and_why_it_ended(tiny_config, tm
 
 
 @pytest.mark.parametrize(
-    ("interval", "num_rounds", "ends"),
-    [((1.2, 1.4), 3, True), ((0.5, 0.8), 3, True), ((1.2, 1.4), 2, False), ((1.05, 1.4), 3, False), ((1, 1), 0, False)],
+    ("what", "interval", "num_rounds", "ends"),
+    [
+        ({}, (1.2, 1.4), 3, True),
+        ({}, (0.97, 1.01), 3, True),
+        ({}, (1.2, 1.4), 2, False),
+        ({}, (1.05, 1.4), 3, False),
+        ({}, (0.97, 1.03), 3, False),
+        ({}, (1, 1), 0, False),
+        ("nothing", (0.97, 0.99), 3, False),
+    ],
 )
-def test_a_measurement_ends_as_soon_as_it_is_clear(tiny_config, tmp_path, interval, num_rounds, ends):
-    """Its interval is a tenth from 1 or more, after three rounds; the request that ends it changes nothing."""
+def test_a_measurement_ends_as_soon_as_it_is_settled(tiny_config, tmp_path, what, interval, num_rounds, ends):
+    """A tenth above 1 or more, or no higher than two equal arms of 2 %; the request that ends it changes nothing."""
     asked = []
 
     class Run:
@@ -244,7 +252,8 @@ def test_a_measurement_ends_as_soon_as_it_is_clear(tiny_config, tmp_path, interv
             return 8
 
     made = search.Search(tiny_config(), tmp_path, 20.0, 1, lambda text: None)
-    made.measure(SimpleNamespace(run=Run(), is_alive=lambda: True), {})
+    made.floor = 0.02
+    made.measure(SimpleNamespace(run=Run(), is_alive=lambda: True), what)
     assert asked == [{}] * ends
 
 

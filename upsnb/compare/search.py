@@ -36,7 +36,7 @@ from upsnb.widgets.progress import rewrite
 
 WITHIN, LEAST_STEPS, MOST_STEPS = 0.03, 60, 400  # of each measurement in turns
 MEASUREMENTS = 16  # that the time for throughput is for, where steps are slow
-CLEAR, LEAST_ROUNDS = 0.1, 3  # an interval that is so far from 1 after so many rounds needs no more of them
+CLEAR, LEAST_ROUNDS = 0.1, 3  # a gain whose interval is so far above 1 after so many rounds needs no more of them
 LOSING = 0.9  # what is sure to reach no more than that is not tried again
 SHARE = 0.6  # of the minutes, for throughput; the rest is for accuracy
 SEEDS = (42, 43, 44)  # of the trainings; the baseline's come out as far apart as equal arms do
@@ -135,7 +135,8 @@ class Search:
                     self.step_s = (event["time"] - first["time"]) / (event["step"] - first["step"])
                     return {"median": event["ratio"], "ci95": event["ci95"]}
                 if event["kind"] == "turn":
-                    if not cut and event["num_rounds"] >= LEAST_ROUNDS and self.is_clear(*event["ci95"]):
+                    known = what != NOTHING and event["num_rounds"] >= LEAST_ROUNDS
+                    if known and not cut and self.is_settled(*event["ci95"]):
                         cut = bool(turns.run.update({}))  # any other request ends it
                 elif not event["applied"]:
                     return {"median": None, "ci95": [None, None], "why": event["reason"]}
@@ -145,10 +146,9 @@ class Search:
                 raise RunError(f"{turns.run.folder}: ended while {what} was measured -> look at its log")
             time.sleep(handle.POLL_S)
 
-    def is_clear(self, low: float, high: float) -> bool:
-        """Whether an interval leaves no doubt on which side of 1 it is."""
-        margin = max(CLEAR, 2 * self.floor)
-        return low > 1 + margin or high < 1 - margin
+    def is_settled(self, low: float, high: float) -> bool:
+        """Whether an interval leaves no doubt about a change: that it gains, or no more than two equal arms differ."""
+        return low > 1 + max(CLEAR, 2 * self.floor) or high < 1 + self.floor
 
     def climb(self, turns: Turns) -> None:
         """Keep every change that is sure to gain more than two equal arms differ, until none does."""
