@@ -204,6 +204,28 @@ def test_a_search_that_trained_nothing_is_a_table_too():
     assert table.loc[0].tolist()[2:] == ["-", "-", "no"]
 
 
+def test_a_search_is_drawn_in_its_order_with_what_was_kept_in_bold_and_what_was_refused_by_name():
+    tried = [
+        {"change": "compile", "ratio": {"median": 1.3, "ci95": [1.2, 1.4]}, "kept": True},
+        {"change": "bf16", "ratio": {"median": None, "ci95": [None, None], "why": "no such units"}, "kept": False},
+        {"change": "compile", "ratio": {"median": 0.9, "ci95": [0.8, 0.95]}, "kept": False},
+    ]
+    of_sets = {"epochs": 2, "tolerance": 1.05}
+    sets = {
+        "all that gains": {**of_sets, "nrmse_ratio": 1.2, "holds": False},
+        "without compile": {**of_sets, "nrmse_ratio": 1.01, "holds": True},
+    }
+    report = {"recommended": recommended(tried=tried, accuracy=sets, noise_floor=0.02)}
+    figure = ladder_figures.climb(report)
+    figure.draw_without_rendering()
+    speed, error = figure.axes
+    labels = [(label.get_text(), label.get_fontweight()) for label in speed.get_yticklabels()]
+    assert labels == [("1 compile", "bold"), ("2 bf16", "normal"), ("3 compile", "normal")]
+    assert [text.get_text() for text in error.texts] == ["1.200, refused", "1.010"]
+    report["recommended"]["accuracy"] = {}  # nothing gained
+    assert len(ladder_figures.climb(report).axes) == 1
+
+
 def test_a_ladder_of_another_workload_calls_its_error_by_its_name(of_tokens, measure):
     report = measure()
     told = {"all that gains": {"epochs": 2, "nrmse_ratio": 1.01, "tolerance": 1.02, "holds": True}}

@@ -1,4 +1,4 @@
-"""The ladder to look at: one table, and one figure of promise beside measurement."""
+"""The ladder to look at: one table, and one figure of promise beside measurement; and a pair of the search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from matplotlib.figure import Figure
 from upsnb.compare.ladder import BASELINE, BATCH, TITLES, finding, recommended
 from upsnb.phases import BY_NAME
 from upsnb.report.file import number
-from upsnb.report.style import BLUE, GREY, VERMILLION, empty_figure, name_rows, note, save_all, shared_legend, styled
+from upsnb.report.style import (
+    BLUE,
+    GAP,
+    GREY,
+    VERMILLION,
+    empty_figure,
+    name_rows,
+    note,
+    save_all,
+    shared_legend,
+    styled,
+)
 from upsnb.runs.events import naming
 from upsnb.runs.runfolder import REPORT
 
@@ -38,6 +49,41 @@ def promise_and_measurement(report: Mapping) -> Figure:
         _rows(ax, rows, names)
     for name in report["skipped"]:
         note(axes[0], 1, names.index(name), "not possible here", color=GREY)
+    shared_legend(figure, 3)
+    return figure
+
+
+@styled
+def climb(report: Mapping) -> Figure:
+    """What the search tried, from the top down: throughput over that of the best before, bold where it was kept, and
+    grey where two equal arms come out as far apart. Below, what gained and the same without what may train worse: its
+    error over the baseline's after as many epochs, on the grey bar of baselines of several seeds."""
+    chosen = report["recommended"]
+    tries, sets = chosen["tried"], chosen["accuracy"]
+    kept = sum(row["kept"] for row in tries)
+    title = f"{kept} of {len(tries)} changes {'is' if kept == 1 else 'are'} kept. {recommended(report)}"
+    heights = [len(tries), len(sets) + 1] if sets else [1]
+    figure = empty_figure(7.2, 1.4 + 0.22 * sum(heights), title)
+    speed, *error = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    rows = [
+        {**row, "phase": f"{number} {row['change']}", "promised": None, "kind": ""}
+        for number, row in enumerate(tries, 1)
+    ]
+    names = [row["phase"] for row in rows]
+    name_rows(speed, names, "throughput / that of the best before it [-]")
+    for label, row in zip(speed.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row["kept"] else "normal")
+    speed.axvspan(1 - chosen["noise_floor"], 1 + chosen["noise_floor"], color=GAP, lw=0, label="two equal arms")
+    _rows(speed, rows, names)
+    for ax in error:
+        metric = naming(report)["metric"]
+        told = [f"{name}, {row['epochs']} epoch{'s' * (row['epochs'] > 1)}" for name, row in sets.items()]
+        name_rows(ax, told, f"{metric} / the baseline's [-]")
+        ax.axvline(1, color=GREY, lw=1, ls="--")
+        for place, row in enumerate(sets.values()):
+            ax.plot([1 / row["tolerance"], row["tolerance"]], [place, place], color=GAP, lw=7, solid_capstyle="butt")
+            ax.plot(row["nrmse_ratio"], place, "o", ms=6, color=BLUE if row["holds"] else VERMILLION)
+            note(ax, row["nrmse_ratio"], place, f"{row['nrmse_ratio']:.3f}{'' if row['holds'] else ', refused'}")
     shared_legend(figure, 3)
     return figure
 
@@ -119,5 +165,7 @@ def tried(report: Mapping) -> pd.DataFrame:
 
 
 def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw a ladder from its folder into `figures/`; figure name -> PNG."""
-    return save_all({"ladder": promise_and_measurement(json.loads((Path(folder) / REPORT).read_text()))}, folder)
+    """Draw a ladder, and the search where there was one, from their folder into `figures/`; figure name -> PNG."""
+    report = json.loads((Path(folder) / REPORT).read_text())
+    searched = {"search": climb(report)} if report["recommended"].get("tried") else {}
+    return save_all({"ladder": promise_and_measurement(report), **searched}, folder)
