@@ -95,6 +95,26 @@ def test_what_gains_is_kept_batch_after_batch_and_noise_is_not(scripted):
     assert names.index("batch 16 x 1") == names.index("batch 8 x 1") + 1, "the next batch at once"
 
 
+def test_what_came_closest_is_tried_first_when_all_are_tried_again(scripted, monkeypatch):
+    monkeypatch.setitem(GAINS, ("optimizer.fused", True), 1.015)
+    made = scripted(lambda changes, seed: 1.0)
+    made.climb(Live())
+    names = [row["change"] for row in made.tried]
+    second = next(number for number, name in enumerate(names) if name in names[:number])
+    assert names[second] == "fused" and second > names.index("fused") + 1
+    found = [row["ratio"]["median"] for row in made.tried[:second] if row["change"] in names[second:]]
+    again = [names[:second].index(name) for name in names[second:] if name in names[:second]]
+    assert [made.tried[number]["ratio"]["median"] for number in again] == sorted(found, reverse=True)
+
+
+def test_a_step_without_some_of_the_datasets_may_train_worse(tiny_config):
+    base = tiny_config(("darcy", "advection"), **{"training.batch_size": 4, "training.accum_steps": 4})
+    batches = {(8, 2): False, (16, 1): True, (16, 2): True}
+    assert {key: search.is_risky({search.BATCH: key[0], search.ACCUM: key[1]}, base) for key in batches} == batches
+    alone = tiny_config(("darcy",), **{"training.batch_size": 4, "training.accum_steps": 4})
+    assert not search.is_risky({search.BATCH: 16, search.ACCUM: 1}, alone)
+
+
 @pytest.fixture
 def gained(scripted):
     """`gained(error)`: a search that has kept loss_frequency, which may train worse, and compile."""

@@ -93,12 +93,17 @@ def larger_batch(config: RunConfig, machine: Hardware) -> dict[str, dict]:
 
 
 def is_risky(changes: Mapping, base: RunConfig) -> bool:
-    """Whether settings may change what is learned, beyond rounding."""
-    new = overlays.apply(base, dict(changes))
+    """Whether settings may change what is learned, beyond rounding: so do the pairs of a step, and their datasets.
+
+    A microbatch is of one dataset, so a step of fewer microbatches than datasets follows the gradient of some of them.
+    """
     different = {path for phase in BY_NAME.values() if phase.numerics == "different" for path in phase.on}
     different.add(NUM_QUERIES)
-    pairs = [config.training.batch_size * config.training.accum_steps for config in (base, new)]
-    return bool(different & changes.keys()) or pairs[0] != pairs[1]
+    steps = []
+    for config in (base, overlays.apply(base, dict(changes))):
+        size, accum = config.training.batch_size, config.training.accum_steps
+        steps.append((size * accum, min(accum, len(config.data.datasets))))
+    return bool(different & changes.keys()) or steps[0] != steps[1]
 
 
 class Search:
@@ -156,8 +161,10 @@ class Search:
         equal = self.measure(turns, NOTHING)
         self.floor = max((abs(end - 1) for end in equal["ci95"] if end is not None), default=0.0)
         best, losing, gained = self.base, set(), True
+        before: dict[str, float] = {}  # what each came to when it was measured last
         while gained:
             gained, queue = False, [*candidates(best, self.base, self.machine, self.idle).items()]
+            queue.sort(key=lambda item: -before.get(item[0], math.inf))  # the most promising first: time may run out
             while queue:
                 name, changes = queue.pop(0)
                 if self.is_late(SHARE):
@@ -171,6 +178,7 @@ class Search:
                     continue
                 ratio = self.measure(turns, overlays.difference(best, new))
                 low, high = ratio["ci95"]
+                before[name] = ratio["median"] or 0.0
                 keep = low is not None and low > 1 and ratio["median"] > 1 + self.floor
                 self.tried.append({"change": name, "changes": changes, "ratio": ratio, "kept": keep})
                 self.log(f"{name}: {ratio.get('why') or factor(ratio)}{', kept' * keep}")
@@ -214,7 +222,7 @@ class Search:
         if key not in self.errors:
             length = {"stages.operator.epochs": epochs, "evaluation.every_epochs": epochs, "training.seed": seed}
             config = overlays.apply(self.base, {**changes, **length, "training.time_limit_s": None})
-            self.log(f"{name}: {epochs} epochs, seed {seed}")
+            self.log(f"{name}: {epochs} epoch{'s' * (epochs > 1)}, seed {seed}")
             # beside the run of the measurements: what that has compiled is found again
             run = handle.start(config, self.folder / "runs" / f"{name}-{epochs}-{seed}".replace(" ", "-"))
             try:
