@@ -95,6 +95,22 @@ def test_what_gains_is_kept_batch_after_batch_and_noise_is_not(scripted):
     assert names.index("batch 16 x 1") == names.index("batch 8 x 1") + 1, "the next batch at once"
 
 
+def test_a_kernel_that_pays_in_16_bits_alone_is_found_together_with_them(scripted, monkeypatch):
+    made = scripted(lambda changes, seed: 1.0)
+    single = made.measure
+
+    def measure(turns, what):
+        if what != "nothing" and {"training.amp", search.KERNEL} <= what.keys():
+            return {"median": 1.5, "ci95": [1.45, 1.55]}
+        return single(turns, what)
+
+    monkeypatch.setitem(GAINS, (search.KERNEL, "math"), 0.97)
+    monkeypatch.setattr(made, "measure", measure)
+    made.climb(Live())
+    kept = {name: gain for name, _, gain in made.adopted}
+    assert kept["bf16, attention math"] == 1.5 and not kept.keys() & {"bf16", "attention math"}
+
+
 def test_what_came_closest_is_tried_first_when_all_are_tried_again(scripted, monkeypatch):
     monkeypatch.setitem(GAINS, ("optimizer.fused", True), 1.015)
     made = scripted(lambda changes, seed: 1.0)

@@ -66,6 +66,12 @@ def candidates(config: RunConfig, base: RunConfig, machine: Hardware, idle: Coll
             (last if name in SAVERS else wanted)[phases.label(name)] = phase.on
     wanted |= larger_batch(config, machine)
     wanted |= {f"attention {kernel}": {KERNEL: kernel} for kernel in KERNELS[machine.device]}
+    # Together: a kernel may pay in 16 bits alone, and 16 bits with that kernel alone.
+    half = phases.label("bf16")
+    if half in wanted:
+        wanted |= {
+            f"{half}, attention {kernel}": {**wanted[half], KERNEL: kernel} for kernel in KERNELS[machine.device]
+        }
     wanted |= {f"{count or 'all'} query points": {NUM_QUERIES: count} for count in QUERIES}
     wanted |= last
     found, before = {}, hardware.problems(config, machine)
