@@ -61,7 +61,7 @@ def climb(report: Mapping) -> Figure:
     chosen = report["recommended"]
     tries, sets = chosen["tried"], chosen["accuracy"]
     kept = sum(row["kept"] for row in tries)
-    title = f"{kept} of {len(tries)} changes {'is' if kept == 1 else 'are'} kept. {recommended(report)}"
+    title = f"{kept} of {len(tries)} changes {'is' if kept == 1 else 'are'} kept, in bold. {recommended(report)}"
     heights = [len(tries), len(sets) + 1] if sets else [1]
     figure = empty_figure(7.2, 1.4 + 0.22 * sum(heights), title)
     speed, *error = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -80,6 +80,7 @@ def climb(report: Mapping) -> Figure:
         told = [f"{name}, {row['epochs']} epoch{'s' * (row['epochs'] > 1)}" for name, row in sets.items()]
         name_rows(ax, told, f"{metric} / the baseline's [-]")
         ax.axvline(1, color=GREY, lw=1, ls="--")
+        ax.margins(x=0.15)
         for place, row in enumerate(sets.values()):
             ax.plot([1 / row["tolerance"], row["tolerance"]], [place, place], color=GAP, lw=7, solid_capstyle="butt")
             ax.plot(row["nrmse_ratio"], place, "o", ms=6, color=BLUE if row["holds"] else VERMILLION)
