@@ -46,7 +46,6 @@ def main() -> None:
         "settings": overlays.difference(type(baseline)(), baseline),
         "num_ranks": baseline.training.num_gpus,
         "compared": {name: compared[name] for name in numbers},
-        "errors": {name: rows[0]["nrmse"] for name, rows in compared["arms"].items()},
     }
     save(report, args.output / REPORT)
 

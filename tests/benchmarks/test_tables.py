@@ -234,3 +234,27 @@ def test_each_example_is_told_in_its_own_unit_and_error():
     report["examples"]["long_context"].pop("compared")
     row = readme.workloads(report).splitlines()[-1]
     assert "| 1 |" in row and "not measured" in row and "2.50" not in row
+
+
+def test_a_search_is_told_beside_the_file_written_by_hand():
+    def ratio(median):
+        return {"median": median, "ci95": [median - 0.1, median + 0.1]}
+
+    row = {"change": "compile", "ratio": ratio(1.3), "kept": True}
+    sets = {"all that gains": {"epochs": 1, "nrmse_ratio": 0.98, "tolerance": 1.1, "holds": True}}
+    chosen = {"changes": {"training.compile": True}, "ratio": ratio(1.4), "basis": "turns", "tried": [row]}
+    compared = {"speedup": ratio(1.9), "aa_ratio": ratio(1.0)}
+    compared |= {"nrmse_ratio": {"darcy": 1.02}, "aa_nrmse_ratio": {"darcy": 0.97}}
+    machine = {"device": "cpu", "num_cores": 2, "device_name": "a laptop", "num_devices": 1}
+    report = {"params": ["slow", "by_hand"], "minutes": 26.2, "compared": compared, "hardware": machine}
+    report |= {"recommended": {**chosen, "accuracy": sets}, "versions": {"torch": "2.13.0"}, "date": "2026-11-25"}
+    text = readme.search(report)
+    for said in (
+        "26 minutes from `slow`",
+        "| compile | 1.30",
+        "all that gains, 1 epoch |",
+        "`by_hand` is 1.90 [1.80, 2.00]",
+        "darcy 1.02 times",
+        "darcy 0.97",
+    ):
+        assert said in text, (said, text)

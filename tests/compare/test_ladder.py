@@ -214,6 +214,8 @@ def test_a_search_is_drawn_in_its_order_with_what_was_kept_in_bold_and_what_was_
     sets = {
         "all that gains": {**of_sets, "nrmse_ratio": 1.2, "holds": False},
         "without compile": {**of_sets, "nrmse_ratio": 1.01, "holds": True},
+        "without bf16": {**of_sets, "nrmse_ratio": float("inf"), "holds": False},
+        "without either": {**of_sets, "nrmse_ratio": None, "holds": False},  # infinity, in a file
     }
     report = {"recommended": recommended(tried=tried, accuracy=sets, noise_floor=0.02)}
     figure = ladder_figures.climb(report)
@@ -221,7 +223,7 @@ def test_a_search_is_drawn_in_its_order_with_what_was_kept_in_bold_and_what_was_
     speed, error = figure.axes
     labels = [(label.get_text(), label.get_fontweight()) for label in speed.get_yticklabels()]
     assert labels == [("1 compile", "bold"), ("2 bf16", "normal"), ("3 compile", "normal")]
-    assert [text.get_text() for text in error.texts] == ["1.200, refused", "1.010"]
+    assert [text.get_text() for text in error.texts] == ["1.200, refused", "1.010", "failed", "failed"]
     report["recommended"]["accuracy"] = {}  # nothing gained
     assert len(ladder_figures.climb(report).axes) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -77,14 +78,17 @@ def climb(report: Mapping) -> Figure:
     _rows(speed, rows, names)
     for ax in error:
         metric = naming(report)["metric"]
-        told = [f"{name}, {row['epochs']} epoch{'s' * (row['epochs'] > 1)}" for name, row in sets.items()]
-        name_rows(ax, told, f"{metric} / the baseline's [-]")
+        name_rows(ax, [_trained(name, row) for name, row in sets.items()], f"{metric} / the baseline's [-]")
         ax.axvline(1, color=GREY, lw=1, ls="--")
         ax.margins(x=0.15)
         for place, row in enumerate(sets.values()):
             ax.plot([1 / row["tolerance"], row["tolerance"]], [place, place], color=GAP, lw=7, solid_capstyle="butt")
-            ax.plot(row["nrmse_ratio"], place, "o", ms=6, color=BLUE if row["holds"] else VERMILLION)
-            note(ax, row["nrmse_ratio"], place, f"{row['nrmse_ratio']:.3f}{'' if row['holds'] else ', refused'}")
+            ratio = row["nrmse_ratio"]
+            if ratio is None or not math.isfinite(ratio):
+                note(ax, 1, place, "failed", color=VERMILLION)
+                continue
+            ax.plot(ratio, place, "o", ms=6, color=BLUE if row["holds"] else VERMILLION)
+            note(ax, ratio, place, f"{ratio:.3f}{'' if row['holds'] else ', refused'}")
     shared_legend(figure, 3)
     return figure
 
@@ -145,6 +149,10 @@ def table(report: Mapping) -> pd.DataFrame:
     return pd.DataFrame([*rows, baseline]).fillna("-")
 
 
+def _trained(name: str, row: Mapping) -> str:
+    return f"{name}, {row['epochs']} epoch{'s' * (row['epochs'] > 1)}"
+
+
 def tried(report: Mapping) -> pd.DataFrame:
     """A row for each change that the search measured, on top of those kept before it, and for each set it trained."""
     chosen, error = report["recommended"], f"{naming(report)['metric']} / baseline's"
@@ -154,7 +162,7 @@ def tried(report: Mapping) -> pd.DataFrame:
     ]
     sets = [
         {
-            "tried": f"{name}, {row['epochs']} epochs",
+            "tried": _trained(name, row),
             error: number(row["nrmse_ratio"]),
             "equal arms": number(row["tolerance"]),
             "kept": "yes" if row["holds"] else "no",
