@@ -108,12 +108,22 @@ def test_what_is_here_of_a_study_goes_along_and_a_run_without_a_checkpoint_begin
     assert sent == [None, folder, None]
 
 
-def lose(place: Path) -> None:
-    """A folder with all that works in it."""
+def signal_all(place: Path, sent: signal.Signals, of: str = "") -> None:
+    """A signal to whatever works in a folder.
+
+    Args:
+        of: only to programs whose names begin so.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            if Path(os.readlink(process / "cwd")).is_relative_to(place):
-                os.kill(int(process.name), signal.SIGKILL)
+            works_there = Path(os.readlink(process / "cwd")).is_relative_to(place)
+            if works_there and (process / "comm").read_text().startswith(of):
+                os.kill(int(process.name), sent)
+
+
+def lose(place: Path) -> None:
+    """A folder with all that works in it."""
+    signal_all(place, signal.SIGKILL)
     shutil.rmtree(place)
 
 
@@ -132,14 +142,17 @@ def test_a_run_is_rented_and_goes_on_elsewhere_when_its_machine_is_taken_away(cl
     assert "instance 7000" in launches.status(folder.name)
     onstart, ended, lost, pull = cloud.instances[7000]["onstart"], [], [], Host.pull
 
+    there = Path(box.folder) / folder.name
+
     def pulled_and_lost(self: Host, name: str, to: Path) -> int:
-        """The follower may be slow, and training goes on meanwhile: here and now, or it would be over."""
         found = pull(self, name, to)
         if not lost and checkpoint_index.is_there(to):
-            lost.append(lose(Path(box.folder) / name))
+            lost.append(lose(there))
         return found
 
     monkeypatch.setattr(Host, "pull", pulled_and_lost)
+    until(lambda: checkpoint_index.is_there(there / "outputs" / folder.name), "no checkpoint")
+    signal_all(there, signal.SIGSTOP, of="python")  # however slowly it is followed, it is not over before it is lost
     follower = threading.Thread(target=lambda: ended.append(follow.follow(folder.name, 0.5, said.append)))
     follower.start()
     until(lambda: any("not now" in line for line in said), "it has not noticed")  # as a machine dies: silent at first
