@@ -247,7 +247,7 @@ def test_a_short_search_ends_with_what_it_tried_and_why_it_ended(tiny_config, tm
     base = tiny_config(("darcy",), **{"training.batch_size": 8, "training.accum_steps": 2})
     found = search.recommend(base, tmp_path, minutes=10, log=lambda text: None)
     names = [row["change"] for row in found["tried"]]
-    assert names[0] == "batch 16 x 1" and "attention math" in names and found["tried"][0]["ratio"]["median"]
+    assert {"batch 16 x 1", "attention math"} <= {*names} and found["tried"][0]["ratio"]["median"]
     refused = [row["ratio"]["why"] for row in found["tried"] if row["change"] == "batch 32 x 1"]
     assert all("dataset darcy has 16 training pairs" in why for why in refused), "16 x 1 may not have gained"
     assert "no candidate gains any more" in found["basis"] and found["noise_floor"] > 0

@@ -64,7 +64,6 @@ def candidates(config: RunConfig, base: RunConfig, machine: Hardware, idle: Coll
             wanted[f"{phases.label(name)} off"] = phases.off_overlay(phase, base)
         else:
             (last if name in SAVERS else wanted)[phases.label(name)] = phase.on
-    wanted |= larger_batch(config, machine)
     wanted |= {f"attention {kernel}": {KERNEL: kernel} for kernel in KERNELS[machine.device]}
     # Together: a kernel may pay in 16 bits alone, and 16 bits with that kernel alone.
     half = phases.label("bf16")
@@ -72,6 +71,7 @@ def candidates(config: RunConfig, base: RunConfig, machine: Hardware, idle: Coll
         wanted |= {
             f"{half}, attention {kernel}": {**wanted[half], KERNEL: kernel} for kernel in KERNELS[machine.device]
         }
+    wanted |= larger_batch(config, machine)  # after what shortens a step, and with it all that is measured later
     wanted |= {f"{count or 'all'} query points": {NUM_QUERIES: count} for count in QUERIES}
     wanted |= last
     found, before = {}, hardware.problems(config, machine)
