@@ -111,6 +111,18 @@ def test_a_kernel_that_pays_in_16_bits_alone_is_found_together_with_them(scripte
     assert kept["bf16, attention math"] == 1.5 and not kept.keys() & {"bf16", "attention math"}
 
 
+def test_equal_arms_that_were_disturbed_once_do_not_hide_gains(scripted, monkeypatch):
+    made = scripted(lambda changes, seed: 1.0)
+    single, intervals = made.measure, [(0.5, 1.5), (0.84, 1.01), (0.98, 1.02), (0.97, 1.01)]  # the first is for a step
+
+    def measure(turns, what):
+        return {"median": 1.0, "ci95": [*intervals.pop(0)]} if what == "nothing" else single(turns, what)
+
+    monkeypatch.setattr(made, "measure", measure)
+    made.climb(Live())
+    assert made.floor == pytest.approx(0.03) and made.adopted and not intervals
+
+
 def test_what_came_closest_is_tried_first_when_all_are_tried_again(scripted, monkeypatch):
     monkeypatch.setitem(GAINS, ("optimizer.fused", True), 1.015)
     made = scripted(lambda changes, seed: 1.0)
