@@ -213,6 +213,7 @@ wrapped = parallel.wrap_ddp(layer, parallel.Ranks(rank, 2, rank), bf16_gradients
 wrapped(torch.load(f"{folder}/inputs.pt")[rank]).sum().backward()
 torch.save(layer.weight.grad, f"{folder}/{rank}.pt")
 torch.distributed.barrier()
+torch.distributed.destroy_process_group()  # else a thread of it may outlive Python, which aborts
 """
 
 
