@@ -268,6 +268,8 @@ def data_check(files: list[Path]) -> None:
     Args:
         files: of one dataset, or params files, on top of each other, which name several.
     """
+    import numpy as np
+
     from upsnb.data import audit, datasets, look, source
 
     if all(path.suffix in (".yaml", ".yml") for path in files):
@@ -276,7 +278,7 @@ def data_check(files: list[Path]) -> None:
         found = {name: datasets.open_split(name, config, root / config.data.root) for name in config.data.datasets}
     else:
         opened, said = look.open_unknown(files)
-        fraction = max(0.1, 1 / opened.num_samples)  # one test sample at least
+        fraction = max(0.1, 1 / np.bincount(opened.file_of_sample).min())  # one test sample of each file at least
         found = {opened.family.name: (opened, source.split_samples(opened, "pdebench", 0.0, fraction))}
     for name, (opened, splits) in found.items():
         measured = audit.audit(opened, splits)

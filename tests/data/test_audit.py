@@ -147,9 +147,40 @@ def test_reaction_that_was_lost_shows_in_the_fields(tmp_path):
     assert said.found.startswith("rho is 1 by name, and 0.3")
 
 
-def test_generated_darcy_is_steady(tmp_path):
+def test_files_that_differ_in_a_coefficient_are_each_judged_by_their_own(tmp_path):
+    paths = [
+        generate.generate(
+            FAMILIES["reacdiff1d"], tmp_path / f"ReacDiff_Nu0.5_Rho{rho:g}.hdf5", 20, {"rho": rho}, 32, 21
+        )
+        for rho in (0.3, 1.2)
+    ]
+    found = audited(paths, family="reacdiff1d")
+    assert found.coefficients["rho"] == pytest.approx((0.75, 0.75), rel=1e-2) and not found.findings
+
+
+def test_generated_darcy_is_steady_and_of_every_second_cell_nobody_can_say(tmp_path):
     path = generate.generate(FAMILIES["darcy2d"], tmp_path / "2D_DarcyFlow_beta1.0.hdf5", 20, {}, resolution=16)
     assert audited(path, family="darcy2d").steady_nrmse < 1e-6
+    opened = source.open_source("darcy2d", path, reduced_resolution=2)
+    found = audit.audit(opened, source.split_samples(opened, "pdebench"))
+    assert found.steady_nrmse is None and not opened.mirrors
+
+
+@pytest.mark.parametrize("room", [1, 4 * 2 * 32])  # bytes: a frame of a sample at a time, two frames at a time
+def test_what_is_measured_does_not_depend_on_how_much_is_read_at_a_time(waves, monkeypatch, room):
+    at_once = audited(waves)
+    monkeypatch.setattr(source, "BLOCK_BYTES", room)
+    piecewise = audited(waves)
+    for name in ("lookup_nrmse", "persistence_nrmse", "drift", "num_distinct", "test_near"):
+        assert getattr(piecewise, name) == pytest.approx(getattr(at_once, name), rel=1e-6), name
+
+
+def test_check_takes_a_sample_of_every_file_however_few_it_has(tmp_path, capsys):
+    paths = [tmp_path / f"1D_Advection_Sols_beta{beta}.hdf5" for beta in (0.4, 1.0)]
+    for path, beta, count in zip(paths, (0.4, 1.0), (4, 40)):
+        generate.generate(FAMILIES["advection1d"], path, count, {"beta": beta}, resolution=32, num_times=13)
+    assert command.main(["data", "check", *map(str, paths)]) == 0
+    assert "44 samples" in capsys.readouterr().out
 
 
 def test_check_prints_what_was_found_and_look_what_is_there(repeated, capsys):

@@ -163,6 +163,11 @@ def test_a_reduction_larger_than_the_grid(tmp_path):
     _refused("advection1d", path, "reduced_resolution_t 5 is too large for 5 frames", reduced_resolution_t=5)
 
 
+def test_a_stride_that_leaves_a_gap_where_a_period_ends(tmp_path):
+    path = write(tmp_path / "a.h5", advection_arrays(), beta=0.5)
+    _refused("advection1d", path, "reduced_resolution 3 does not divide 16 points in x", reduced_resolution=3)
+
+
 def test_two_files_of_different_grids_or_times_are_both_named(tmp_path):
     one = write(tmp_path / "one.h5", advection_arrays(), beta=0.5)
     for other in (advection_arrays(points=32), advection_arrays(frames=9)):

@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import resource
 from pathlib import Path
 
 import h5py
@@ -376,6 +377,63 @@ def test_a_file_that_is_not_as_its_row_says_is_refused_in_a_sentence(tmp_path, a
     with pytest.raises(DataError, match=rf"bad\.{ending}: .*{said}") as caught:
         read(path, TWO)
     assert " -> " in str(caught.value)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_array_for_each_of_many_samples_takes_neither_a_file_nor_memory_each(tmp_path, save):
+    """Of 300 samples, beside a limit of 200 open files, with no more than a few unpacked at a time."""
+    fields = np.random.default_rng(0).normal(size=(300, 6, 2, 8, 12)).astype(np.float32)
+    save(tmp_path / "u.npz", **{f"u{number}": field for number, field in enumerate(fields)})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        source = read(tmp_path / "u.npz", row_of(["time", "channel", "x", "y"], "u*"))
+        np.testing.assert_array_equal(source.read_all()[0], fields)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(source._handle(0)._unpacked) <= 4
+
+
+FEW_FRAMES = {"input_frames": 2, "output_frames": 2}
+
+
+def test_mirror_images_of_some_cells_between_walls_are_refused(own_config, tmp_path):
+    """Of every second cell the first lies half a cell from its wall, the last one and a half."""
+    np.savez(tmp_path / "u.npz", u=FIELDS)
+    row = row_of(AXES[0], periodic=[False, False], symmetries=["turn"])
+    config = own_config(tmp_path / "u.npz", row, augment=True, reduced_resolution=2, **FEW_FRAMES)
+    with pytest.raises(DataError, match="own.augment: mirror images of cells between walls"):
+        datasets.open_all(config, Path())
+    whole = {"data.datasets.own.reduced_resolution": 1}
+    for fine in (whole, {"data.datasets.own.augment": False}, {"data.datasets.own.custom.periodic": [True, True]}):
+        assert datasets.open_all(overlays.apply(config, fine), Path())
+
+
+def test_files_of_other_times_are_not_mixed_however_short_their_unit(tmp_path):
+    for number, step in enumerate((1e-6, 2e-6)):
+        np.savez(tmp_path / f"{number}.npz", u=ordered(AXES[0]), t=np.arange(6) * step)
+    row = row_of(AXES[0], times="t", time_step=None)
+    dataset = DatasetConfig.model_validate_json(json.dumps({"family": "custom", "files": ["0.npz"], "custom": row}))
+    with pytest.raises(DataError, match="t from 0 and from 0.* -> mix only files"):
+        open_source(family_of(dataset), [tmp_path / "0.npz", tmp_path / "1.npz"])
+
+
+@pytest.mark.parametrize("size", [1e-13, 1.0, 1e6])
+def test_a_channel_is_constant_beside_its_size_whatever_its_unit(own_config, tmp_path, size):
+    fields = FIELDS * size
+    np.savez(tmp_path / "u.npz", u=fields)
+    config = own_config(tmp_path / "u.npz", row_of(AXES[0]), **FEW_FRAMES)
+    assert datasets.open_all(config, Path())["own"].spec.output_std[0] == pytest.approx(size, rel=0.3)
+    fields[:, :, 1] = 293.15 * size
+    np.savez(tmp_path / "u.npz", u=fields)
+    with pytest.raises(DataError, match="channel 1 is constant .* -> there is nothing to learn from it: take more"):
+        datasets.open_all(config, Path())
+
+
+def test_a_star_in_a_time_or_a_parameter_needs_one_in_the_arrays(tmp_path):
+    np.savez(tmp_path / "u.npz", u=ordered(AXES[0]), t=np.arange(6.0), t_0=np.arange(6.0))
+    with pytest.raises(DataError, match=r"t_\*: samples are an axis of the arrays"):
+        read(tmp_path / "u.npz", row_of(AXES[0], times="t_*", time_step=None))
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed, lambda path, **arrays: write(path, arrays)])

@@ -29,6 +29,7 @@ class Server:
     content: bytes
     ranges: bool = True
     says_length: bool = True
+    says_range: str = "bytes */{}"  # of what lies beyond the end
     breaks_after: list[int] = field(default_factory=list)  # bytes of the next answers, after which they break
     asked: list[str] = field(default_factory=list)
 
@@ -55,7 +56,7 @@ def server(monkeypatch, content):
             body = state.content[start:stop]
             if state.ranges and not body:
                 self.send_response(416)
-                self.send_header("Content-Range", f"bytes */{len(state.content)}")
+                self.send_header("Content-Range", state.says_range.format(len(state.content)))
                 self.end_headers()
                 return None
             self.send_response(206 if state.ranges else 200)
@@ -145,6 +146,13 @@ def test_a_server_without_ranges_is_asked_from_the_beginning(server, tmp_path, s
 @pytest.mark.parametrize("extra", [b"", b"longer than the file"])
 def test_a_part_that_is_all_of_it_or_more_comes_to_the_right_file(server, tmp_path, extra):
     (tmp_path / f".{NAME}.part").write_bytes(server.content + extra)
+    assert download.get(NAME, tmp_path).read_bytes() == server.content
+
+
+@pytest.mark.parametrize("said", ["bytes */*", ""])
+def test_a_whole_part_is_taken_though_the_server_does_not_say_how_long_the_file_is(server, tmp_path, said):
+    server.says_range = said
+    (tmp_path / f".{NAME}.part").write_bytes(server.content)
     assert download.get(NAME, tmp_path).read_bytes() == server.content
 
 

@@ -151,13 +151,6 @@ def test_small_blocks_and_one_large_block_read_the_same(advection, monkeypatch):
     np.testing.assert_array_equal(open_source("advection1d", advection).read(np.arange(20))[0], whole)
 
 
-def test_progress_ends_at_the_number_of_samples(darcy):
-    seen = []
-    open_source("darcy2d", darcy).read_all(progress=lambda done, of: seen.append((done, of)))
-    assert seen[-1] == (20, 20)
-    assert seen == sorted(seen)
-
-
 def test_a_cap_applies_to_each_file(advection, tmp_path):
     second = write(tmp_path / "second.h5", advection_arrays(3), beta=0.5)
     assert open_source("advection1d", [advection, second], num_samples=5).file_of_sample.tolist() == [0] * 5 + [1] * 3

@@ -347,6 +347,28 @@ def test_impossible_settings_are_refused_before_a_file_appears(tmp_path, name, s
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("family", "parameters", "found"),
+    [
+        ("burgers1d", {"Nu": -1.0}, "Nu is -1 -> expected"),
+        ("incompressible2d", {"NU": -0.01}, r"NU is -0\.01 -> expected"),
+        ("diffreact2d", {"Dv": -0.01}, r"Dv is -0\.01 -> expected"),
+        ("diffsorp1d", {"por": 0.0}, "por is 0 -> expected a porosity"),
+    ],
+)
+def test_parameters_that_no_equation_has_are_refused_and_leave_nothing(tmp_path, family, parameters, found):
+    assert family in FAMILIES
+    with pytest.raises(DataError, match=found):
+        generate(FAMILIES[family], tmp_path / "a.h5", 2, parameters, 16, 4)
+    assert not list(tmp_path.glob("*.h5"))
+
+
+def test_a_flow_without_viscosity_is_solved(tmp_path):
+    path = generate(FAMILIES["incompressible2d"], tmp_path / "a.h5", 1, {"NU": 0.0}, 16, 3)
+    with h5py.File(path) as handle:
+        assert np.isfinite(handle["velocity"]).all()
+
+
 # --- longer than the published ones ---------------------------------------------------------------------------------
 
 

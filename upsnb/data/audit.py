@@ -14,7 +14,7 @@ from upsnb.data.source import Source, first_alike, initial_states, nearest_state
 
 MOST_SAMPLES = 10_000  # of which initial states are read
 MOST_TESTED = 256  # test samples whose trajectories are read
-BLOCK = 32  # trajectories read at a time
+FOLLOWED = 32  # of these, those whose means are followed in time
 
 SAME = 1e-6  # relative distance of initial states that are one and the same in float32
 NEAR = 1e-2  # and of those that no model tells apart at the accuracy that it reaches
@@ -82,7 +82,7 @@ def audit(source: Source, splits: Mapping[str, np.ndarray]) -> Audit:
         "lookup_nrmse_median": float(np.median(lookup)),
         "persistence_nrmse": float(np.mean(persisted)) if persisted is not None else None,
         "drift": _drift(source, test) if "conservation" in family.priors else None,
-        "steady_nrmse": steady_nrmse(source, test[:16]) if family.steady else None,
+        "steady_nrmse": steady_nrmse(source, thinned(test, 16)) if has_steady(source) else None,
         "coefficients": _coefficients(source, test) if family.mean_rate else {},
     }
     return Audit(**measured, findings=tuple(_findings(measured, len(test))))
@@ -140,15 +140,17 @@ def intrinsic_dimensions(states: np.ndarray, most: int = 1024) -> float | None:
 
 def _lookup(source: Source, test: np.ndarray, twins: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """nRMSE of each test sample with its twin as the forecast, and of its last given frame held; (n,) each."""
-    scores, held = [], []
-    for start in range(0, len(test), BLOCK):
-        truth, twin = (source.read(chosen[start : start + BLOCK])[1] for chosen in (test, twins))
-        given = min(source.family.given_frames, truth.shape[1] - 1)
-        if source.family.time_dependent:
-            held.append(nrmse(np.broadcast_to(truth[:, given - 1 : given], truth[:, given:].shape), truth[:, given:]))
-            truth, twin = truth[:, given:], twin[:, given:]
-        scores.append(nrmse(twin, truth))
-    return np.concatenate(scores), np.concatenate(held) if held else None
+    timed = source.family.time_dependent
+    given = min(source.family.given_frames, source.num_times - 1) if timed else 0
+    frames = np.arange(given, source.num_times)
+    scores, held = np.zeros((2, len(test)))
+    for rows, some in source.blocks(np.arange(len(test)), frames):
+        truth, twin = (source.read(chosen[rows], some)[1] for chosen in (test, twins))
+        scores[rows] += nrmse(twin, truth) * len(some) / len(frames)
+        if timed:
+            last = source.read(test[rows], [given - 1])[1]
+            held[rows] += nrmse(np.broadcast_to(last, truth.shape), truth) * len(some) / len(frames)
+    return scores, held if timed else None
 
 
 def nrmse(forecast: np.ndarray, truth: np.ndarray) -> np.ndarray:
@@ -161,11 +163,19 @@ def nrmse(forecast: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 def _drift(source: Source, test: np.ndarray) -> float:
     """How far a channel's mean over space moves in time, at most, over the channel's spread."""
-    fields = source.read(test[:BLOCK])[1].astype(np.float64)
-    space = tuple(range(3, fields.ndim))
-    means = fields.mean(axis=space)
-    spread = fields.std(axis=(0, 1, *space))
+    chosen, frames = thinned(test, FOLLOWED), np.arange(source.num_times)
+    means, squares = np.empty((2, len(chosen), len(frames), len(source.family.channels)))
+    for rows, some in source.blocks(np.arange(len(chosen)), frames):
+        fields = source.read(chosen[rows], some)[1].astype(np.float64)
+        space, where = tuple(range(3, fields.ndim)), np.ix_(rows, some)
+        means[where], squares[where] = fields.mean(axis=space), np.square(fields).mean(axis=space)
+    spread = np.sqrt(np.maximum(squares.mean(axis=(0, 1)) - np.square(means.mean(axis=(0, 1))), 0))
     return float((np.abs(means - means[:, :1]).max(axis=(0, 1)) / np.maximum(spread, 1e-30)).max())
+
+
+def has_steady(source: Source) -> bool:
+    """Whether a steady solution can be had for the stored fields: it is solved on whole cells, not on some of them."""
+    return source.family.steady is not None and source.reduced_resolution == 1
 
 
 def steady_nrmse(source: Source, samples: np.ndarray) -> float:
@@ -178,13 +188,18 @@ def steady_nrmse(source: Source, samples: np.ndarray) -> float:
 def _coefficients(source: Source, test: np.ndarray) -> dict[str, tuple[float, float]]:
     """A coefficient as the file says, and as it follows from d<u>/dt = coefficient <f(u)> between frames."""
     name, rate = source.family.mean_rate
-    fields = source.read(test[:BLOCK])[1].astype(np.float64)
+    chosen = thinned(test, FOLLOWED)
+    said = source.parameters[chosen, list(source.family.parameters).index(name)].astype(np.float64)
+    if not said.any():
+        return {}
+    fields = source.read(chosen)[1].astype(np.float64)
     space = tuple(range(2, fields.ndim))
     means, rates = fields.mean(axis=space), rate(fields).mean(axis=space)
     change = np.diff(means, axis=1)
     integral = 0.5 * (rates[:, 1:] + rates[:, :-1]) * np.diff(source.times.astype(np.float64))
-    said = float(source.parameters[test, list(source.family.parameters).index(name)].mean())
-    return {name: (said, float((change * integral).sum() / np.square(integral).sum()))}
+    expected = said.reshape(-1, *(1,) * (change.ndim - 1)) * integral  # files may differ in it
+    mean = float(said.mean())
+    return {name: (mean, mean * float((change * expected).sum() / np.square(expected).sum()))}
 
 
 # -- in words ------------------------------------------------------------------------------------------------------

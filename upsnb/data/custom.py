@@ -158,7 +158,7 @@ def custom_header(family: Family, path: Path, handle: h5py.File | NumpyFile) -> 
     for key, array in row.arrays.items():
         shapes: dict[tuple[int, ...], str] = {}
         for one in _each(key, groups):
-            found = array_of(path, handle, one)
+            found = handle.header(one) if isinstance(handle, NumpyFile) else array_of(path, handle, one)
             check_field(path, one, found, array.axes, REMEDY)
             shapes.setdefault(tuple(found.shape), one)
         if len(shapes) > 1:
@@ -197,6 +197,11 @@ def array_of(path: Path, handle: h5py.File | NumpyFile, key: str) -> h5py.Datase
 def _each(key: str, groups: Sequence[str]) -> list[str]:
     """The arrays that a path stands for: one, or one for each sample."""
     return [key.replace("*", name) for name in groups] if "*" in key else [key]
+
+
+def _check_each(path: Path, key: str, groups: Sequence[str]) -> None:
+    if "*" in key and not groups:
+        raise DataError(f"{path}: {key}: samples are an axis of the arrays, and * stands for none -> {REMEDY}")
 
 
 def _samples(family: Family, path: Path, handle) -> tuple[str, ...]:
@@ -249,6 +254,7 @@ def _numbers(path: Path, handle, key: str, shapes: list[tuple[int, ...]]) -> np.
 
 def _times(family: Family, path: Path, handle, groups, num_samples: int, num_times: int) -> np.ndarray:
     key = family.custom.times
+    _check_each(path, key, groups)
     shapes = [(num_times,), (num_samples, num_times)][: 1 if "*" in key else 2]
     saved = np.vstack([_numbers(path, handle, one, shapes) for one in _each(key, groups)])
     times = even(path, key, saved[0], "save evenly spaced times, earliest first")
@@ -263,6 +269,7 @@ def _parameters(family: Family, path: Path, handle, groups, num_samples: int) ->
     for key in dict.fromkeys(parameters.values()):
         own = [name for name, other in parameters.items() if other == key]
         place, _, attribute = key.rpartition("@") if "@" in key else (key, "", "")
+        _check_each(path, place, groups)
         several = [(num_samples, len(own)), *([(num_samples,)] * (len(own) == 1))] * ("*" not in place)
         shapes = [*several, (len(own),), *([()] * (len(own) == 1))]
         rows = [

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # figures of datasets are drawn without torch
 
 Progress = Callable[[str], None]
 PROGRESS_S = 5.0  # between two reports of how much is generated
-STATISTICS_SAMPLES = 64  # trajectories read at a time for mean and variance
+CONSTANT = 1e-7  # spread over size, below which float32 keeps nothing of a channel
 MEAN_SAMPLES = 1024  # at most, of which the mean trajectory is the forecast of a baseline
 
 
@@ -70,9 +70,10 @@ class Dataset:
     def training_mean(self) -> np.ndarray:
         """Mean target of the training split, (T, C, *grid) float32: a forecast that looks at nothing."""
         train = thinned(self.splits["train"], MEAN_SAMPLES)
-        blocks = (train[start : start + STATISTICS_SAMPLES] for start in range(0, len(train), STATISTICS_SAMPLES))
-        total = sum(self.source.read(block, self.frames)[1].sum(axis=0, dtype=np.float64) for block in blocks)
-        return (total / len(train)).astype(np.float32)
+        total = np.zeros((self.source.num_times, len(self.family.channels), *self.source.grid_shape))
+        for samples, frames in self.source.blocks(train, self.frames):
+            total[frames] += self.source.read(samples, frames)[1].sum(axis=0, dtype=np.float64)
+        return (total[self.frames] / len(train)).astype(np.float32)
 
     def twins(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Of each sample of a split the training sample that begins most alike, and its distance.
@@ -105,10 +106,9 @@ class Dataset:
         """Inputs (N, T, C_in, *grid), targets and parameters of all samples on a device, physical units."""
         import torch
 
-        inputs, targets = self.source.read_all()
-        inputs = torch.from_numpy(inputs[:, self.frames]).to(device)
-        shared = self.family.time_dependent
-        targets = inputs if shared else torch.from_numpy(targets[:, self.frames]).to(device)
+        inputs, targets = (torch.from_numpy(part) for part in self.source.read_all(self.frames))
+        inputs = inputs.to(device)
+        targets = inputs if self.family.time_dependent else targets.to(device)
         return inputs, targets, torch.from_numpy(self.source.parameters).to(device)
 
     def read(self, microbatch: Microbatch, calls: int, resident: tuple[Tensor, ...] | None = None) -> Batch:
@@ -298,6 +298,11 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
                 f"{needed} are needed ({chosen.input_frames} in, {calls} x {chosen.output_frames} out, "
                 f"{family.given_frames} given before a rollout) -> lower the strides or the frames per call"
             )
+    if chosen.augment and "turn" in family.symmetries and not source.mirrors:
+        raise DataError(
+            f"data.datasets.{name}.augment: mirror images of cells between walls lie on other cells where "
+            f"reduced_resolution is {chosen.reduced_resolution} -> augment: false, or another reduced_resolution"
+        )
     inputs, outputs = _statistics(name, source, splits["train"], frames)
     parameters = source.parameters[splits["train"]].astype(np.float64)
     spread = parameters.std(axis=0)
@@ -352,8 +357,8 @@ def _spec(
 def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray):
     """Mean and standard deviation per channel of inputs and outputs, over the training split only, in float64."""
     sums: list[list] = [[], []]
-    for start in range(0, len(train), STATISTICS_SAMPLES):
-        both = source.read(train[start : start + STATISTICS_SAMPLES], frames)
+    for samples, some in source.blocks(train, frames):
+        both = source.read(samples, some)
         for side, block in enumerate(both if both[0] is not both[1] else both[:1]):
             axes = tuple(axis for axis in range(block.ndim) if axis != 2)
             wide = block.astype(np.float64)
@@ -366,11 +371,11 @@ def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray
         total, squares, count = (sum(parts) for parts in zip(*side, strict=True))
         mean = total / count
         std = np.sqrt(np.maximum(squares / count - mean**2, 0))
-        if (std < 1e-12).any():
-            channel = int(np.argmin(std))
+        if (flat := std <= CONSTANT * np.sqrt(squares / count)).any():
+            channel = int(np.argmax(flat))
             raise DataError(
                 f"data.datasets.{name}: channel {channel} is constant ({mean[channel]:g}) over the training split of "
-                f"{source.files[0]} -> there is nothing to learn from it"
+                f"{source.files[0]} -> there is nothing to learn from it: take more samples, or leave it out"
             )
         results.append((tuple(mean.tolist()), tuple(std.tolist())))
     return results

@@ -153,7 +153,8 @@ def _go_on(url: str, part: Path, progress: Progress) -> tuple[int, int, str]:
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             problem = f"HTTP {error.code} {error.reason}"
         else:  # nothing comes after what is there
-            total = int(error.headers.get("Content-Range", "*/-1").rpartition("/")[2])
+            total = _told(error.headers.get("Content-Range", ""))
+            total = have if total < 0 else total  # the MD5 tells
             if have > total >= 0:
                 part.unlink()
                 have, problem = 0, f"the part was longer than the file's {total} bytes"
@@ -173,10 +174,14 @@ def _ask(url: str, start: int, stop: int | None = None) -> http.client.HTTPRespo
 def _total(answer: http.client.HTTPResponse) -> int:
     """Bytes of the whole file; -1 where the server does not say."""
     if answer.status == http.client.PARTIAL_CONTENT:
-        total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-    else:
-        total = answer.headers.get("Content-Length", "")
-    return int(total) if total.isdigit() else -1
+        return _told(answer.headers.get("Content-Range", ""))
+    return _told(answer.headers.get("Content-Length", ""))
+
+
+def _told(header: str) -> int:
+    """The length at the end of a header, such as 200 of `bytes 0-99/200`; -1 where it is `*` or not there."""
+    length = header.rpartition("/")[2]
+    return int(length) if length.isdigit() else -1
 
 
 def _check_room(path: Path, needed: float) -> None:

@@ -7,7 +7,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,14 @@ from upsnb.errors import DataError
 ENDINGS = (".npy", ".npz")
 ONLY = "array"  # the name of what a .npy file holds
 MOST_UNPACKED = 2**30  # bytes of a compressed array, which is read as a whole
+MOST_KEPT = 4  # unpacked arrays in memory
+
+
+class Stored(NamedTuple):
+    """What an array is, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class NumpyFile:
@@ -28,6 +36,8 @@ class NumpyFile:
     def __init__(self, path: Path):
         check_present(path)
         self.path, self._arrays, self._members = path, {}, None
+        self._maps: dict[str, np.memmap] = {}
+        self._unpacked: list[str] = []  # compressed arrays in memory, the last one asked for at the end
         if path.suffix.lower() == ".npz":
             try:
                 self._zip = zipfile.ZipFile(path)
@@ -43,7 +53,8 @@ class NumpyFile:
         self.close()
 
     def close(self) -> None:
-        self._arrays.clear()
+        for kept in (self._arrays, self._maps, self._unpacked):
+            kept.clear()
         if self._members is not None:
             self._zip.close()
 
@@ -61,7 +72,7 @@ class NumpyFile:
         return self.path if key == ONLY else self.path.parent / key
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """An array; of an uncompressed one nothing is read yet."""
+        """An array; of an uncompressed one nothing is read yet, of compressed ones the last few are kept."""
         if key not in self._arrays:
             file, size = self._content(key)
             with file:
@@ -70,20 +81,25 @@ class NumpyFile:
                 if 0 in shape:
                     values = np.empty(shape, dtype)
                 elif isinstance(file, zipfile.ZipExtFile):
+                    self._unpacked.append(key)
+                    if len(self._unpacked) > MOST_KEPT:
+                        self._arrays.pop(self._unpacked.pop(0))
                     values = np.frombuffer(file.read(math.prod(shape) * dtype.itemsize), dtype).reshape(
                         shape, order=order
                     )
                 else:
-                    values = np.memmap(file.name, dtype, "r", file.tell(), shape, order)
+                    if file.name not in self._maps:  # one for all arrays of a file: each holds it open
+                        self._maps[file.name] = np.memmap(file.name, np.uint8, "r")
+                    values = np.ndarray(shape, dtype, self._maps[file.name], file.tell(), order=order)
             self._arrays[key] = values
         return self._arrays[key]
 
-    def header(self, key: str) -> tuple[tuple[int, ...], np.dtype]:
+    def header(self, key: str) -> Stored:
         """Shape and dtype of an array, whose values are not read."""
         file, size = self._content(key)
         with file:
             shape, _, dtype = self._described(key, file, size)
-        return shape, dtype
+        return Stored(shape, dtype)
 
     def _content(self, key: str) -> tuple[BinaryIO, int]:
         """An open file at the beginning of an array, and how many bytes are there; a compressed one is unpacked."""

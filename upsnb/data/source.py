@@ -1,7 +1,8 @@
 """Samples out of files: a lazy reader, and named splits. No torch in here."""
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Source:
     groups: tuple[tuple[str, ...], ...]  # of each grouped file, its samples
     reduced_resolution: int
     reduced_resolution_t: int
+    mirrors: bool  # onto its own points: of every second cell between two walls, the first is nearer to its wall
     _handles: dict = field(default_factory=dict, repr=False, compare=False)  # (process id, file) -> open file
 
     def __getstate__(self):
@@ -133,21 +135,28 @@ class Source:
             )
         return block
 
-    def read_all(self, progress: Callable[[int, int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Read everything, as `read` does, file by file; progress(samples done, of all)."""
+    def blocks(self, samples: np.ndarray, frames: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Samples and reduced frames in pieces whose arrays take about BLOCK_BYTES, or are one frame of one sample."""
+        raw = 4 * self.family.stored_channels * math.prod(self.grid_shape)
+        at_once = min(max(1, BLOCK_BYTES // raw), len(frames))
+        num_samples = max(1, BLOCK_BYTES // (raw * at_once))
+        for start in range(0, len(samples), num_samples):
+            for first in range(0, len(frames), at_once):
+                yield samples[start : start + num_samples], frames[first : first + at_once]
+
+    def read_all(self, times=slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """Read all samples as `read` does, file by file."""
         family, block = self.family, max(1, -(-self.num_samples // 100))
-        shape = (self.num_samples, self.num_times)
+        shape = (self.num_samples, len(np.arange(self.num_times)[times]))
         inputs = np.empty((*shape, len(family.input_channels), *self.grid_shape), dtype=np.float32)
         targets = inputs[:, :, : len(family.channels)]
         if not family.time_dependent:
             targets = np.empty((*shape, len(family.channels), *self.grid_shape), dtype=np.float32)
         for start in range(0, self.num_samples, block):
             stop = min(start + block, self.num_samples)
-            inputs[start:stop], some = self.read(np.arange(start, stop))
+            inputs[start:stop], some = self.read(np.arange(start, stop), times)
             if not family.time_dependent:
                 targets[start:stop] = some
-            if progress is not None:
-                progress(stop, self.num_samples)
         return inputs, targets
 
 
@@ -188,7 +197,7 @@ def open_source(
             with open_file(path) as handle:
                 header = check(family, path, handle)
                 problems += family.check(header, handle) if family.check else []
-                problems += _reduction_problems(header, reduced_resolution, reduced_resolution_t)
+                problems += _reduction_problems(family, header, reduced_resolution, reduced_resolution_t)
                 headers.append(header)
         except DataError as error:
             problems.append(str(error))
@@ -216,6 +225,10 @@ def open_source(
         groups=tuple(header.groups for header in headers),
         reduced_resolution=int(reduced_resolution),
         reduced_resolution_t=int(reduced_resolution_t),
+        mirrors=all(
+            wraps or (len(values) - 1) % reduced_resolution == 0
+            for wraps, values in zip(family.periodic, headers[0].coordinates, strict=True)
+        ),
     )
 
 
@@ -230,11 +243,15 @@ def _repeated(paths: list[Path]) -> list[Path]:
     return [path for index, path in enumerate(paths) if resolved[index] in resolved[:index]]
 
 
-def _reduction_problems(header: Header, stride: int, stride_t: int) -> list[str]:
-    """A stride must leave two points on an axis and, where there is time, two frames."""
+def _reduction_problems(family: Family, header: Header, stride: int, stride_t: int) -> list[str]:
+    """A stride must leave two points on an axis, as far apart across a periodic one's end, and two frames of a time."""
     problems = []
-    for axis, values in zip(AXES, header.coordinates, strict=False):
-        if len(values[::stride]) < 2:
+    for axis, wraps, values in zip(AXES, family.periodic, header.coordinates, strict=False):
+        if wraps and len(values) % stride:
+            problems.append(
+                f"{header.path}: reduced_resolution {stride} does not divide {len(values)} points in {axis}"
+            )
+        elif len(values[::stride]) < 2:
             problems.append(
                 f"{header.path}: reduced_resolution {stride} is too large for {len(values)} points in {axis}"
             )
@@ -249,7 +266,7 @@ def _mismatch(first: Header, other: Header) -> list[str]:
     for axis, one, two in [*pairs, ("t", first.times, other.times)]:
         if len(one) != len(two):
             found = f"{len(one)} and {len(two)} points in {axis}"
-        elif not np.allclose(one, two, atol=1e-5):
+        elif not np.allclose(one, two, rtol=1e-5, atol=1e-3 * np.ptp(one) / max(len(one) - 1, 1)):
             found = f"{axis} from {one[0]:g} and from {two[0]:g}"
         else:
             continue
@@ -291,6 +308,8 @@ def split_samples(
                 raise DataError(
                     f"{where}: the {name} split would be empty: {len(samples)} samples, validation_fraction"
                     f" {validation_fraction:g}, test_fraction {test_fraction:g} -> take more samples or other fractions"
+                    + ", or data.split.convention: distinct, which splits all files at once"
+                    * (len(source.files) > 1)
                 )
             parts[name].append(np.sort(part))
     return {name: np.concatenate(pieces).astype(np.int64) for name, pieces in parts.items()}
@@ -326,8 +345,9 @@ def initial_states(source: Source, samples: np.ndarray) -> np.ndarray:
     while channels * np.prod([-(-size // stride) for size in source.grid_shape]) > MOST_POINTS:
         stride += 1
     points = (slice(None), slice(None), *[slice(None, None, stride)] * len(source.grid_shape))
-    blocks = [samples[start : start + 32] for start in range(0, len(samples), 32)]
-    states = np.concatenate([source.read(block, [0])[0][:, 0][points] for block in blocks])
+    blocks = (block for block, _ in source.blocks(samples, np.zeros(1, int)))
+    # copies, because a view would keep all points
+    states = np.concatenate([source.read(block, [0])[0][:, 0][points].copy() for block in blocks])
     axes = (0, *range(2, states.ndim))
     scale = np.sqrt(np.square(states, dtype=np.float64).mean(axis=axes) * states[0, 0].size)
     states /= np.where(scale > 0, scale, 1).reshape(1, -1, *(1,) * (states.ndim - 2))

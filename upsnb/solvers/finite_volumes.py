@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from upsnb.errors import DataError
-from upsnb.solvers.waves import WINDOW_START, Sample, draw_waves, initial_state, window
+from upsnb.solvers.waves import WINDOW_START, Sample, draw_waves, initial_state, refuse_negative, window
 
 GAMMA = 5 / 3  # ratio of specific heats, of a gas of single atoms
 GRAVITY = 1.0
@@ -393,7 +393,7 @@ def _coarser(values: np.ndarray, factor: int, dims: int) -> np.ndarray:
 
 def solve_burgers(seed: int, samples: range, parameters: dict, resolution: int, times) -> Iterator[Sample]:
     """1D Burgers flows from the initial states of advection; Nu / pi is the diffusion."""
-    _check(parameters)
+    refuse_negative(parameters)
     fine = BURGERS_FINER * resolution
     centres = (np.arange(fine) + 0.5) / fine
     for block in _blocks(samples, fine):
@@ -403,7 +403,7 @@ def solve_burgers(seed: int, samples: range, parameters: dict, resolution: int, 
 
 def solve_gas(dims: int, seed: int, samples: range, parameters: dict, resolution: int, times) -> Iterator[Sample]:
     """Compressible flows in `dims` dimensions; M is their Mach number at first, where there are more than one."""
-    _check(parameters)
+    refuse_negative(parameters)
     fine = FINER[dims] * resolution
     names = ("density", *("Vx", "Vy", "Vz")[:dims], "pressure")
     cell = (2.0 if dims == 1 else 1.0) / fine  # the published boxes: (-1, 1), and the unit square and cube
@@ -421,12 +421,6 @@ def solve_dams(seed: int, samples: range, parameters: dict, resolution: int, tim
         dam = draw_dam(seed, sample)
         solution = shallow_water(dam_height(dam, fine)[None], (BASIN[1] - BASIN[0]) / fine, times)
         yield {"height": _coarser(solution, DAM_FINER, 2)[0], **dam}
-
-
-def _check(parameters: dict[str, float]) -> None:
-    for name, value in parameters.items():
-        if value < 0:
-            raise DataError(f"{name} is {value:g} -> expected a number of at least 0")
 
 
 def _blocks(samples: range, cells: int) -> Iterator[range]:

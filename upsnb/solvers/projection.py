@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from upsnb.solvers.spectral import resample_square
+from upsnb.solvers.waves import refuse_negative
 
 GRID = 16  # points on which random fields are drawn: the shortest of their waves fit on it
 COURANT = 0.4  # cells that velocity crosses in a step; 0.5 keeps the dye within its bounds
@@ -46,7 +47,7 @@ def carried_dye(u, v, dye, force, nu, times, length=1.0, courant=COURANT) -> Ite
         while goal - time > 1e-9 * goal:
             # below the step at which diffusion would grow, and what the fastest cell allows
             fastest = np.abs(state[0]).max() + np.abs(state[1]).max() + TINY
-            longest = min(0.9 * width**2 / (4 * nu), courant * width / fastest)
+            longest = min(0.9 * width**2 / (4 * max(nu, TINY)), courant * width / fastest)
             step = (goal - time) / math.ceil((goal - time) / longest)
             first = slopes(*state)
             ahead = [value + step * slope for value, slope in zip(state, first, strict=True)]
@@ -71,6 +72,7 @@ def random_field(random: np.random.Generator, resolution: int) -> np.ndarray:
 
 def solve_incompressible_flow(seed, samples, parameters, resolution, times):
     """2D incompressible Navier-Stokes from random velocity, dye and force; parameter NU."""
+    refuse_negative(parameters)
     for sample in samples:
         random = np.random.default_rng([seed, sample])
         vx, vy, dye, fx, fy = (random_field(random, resolution) for _ in range(5))

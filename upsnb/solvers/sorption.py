@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from upsnb.errors import DataError
+from upsnb.solvers.waves import refuse_negative
+
 INLET = 1.0  # concentration held in the cell left of the domain
 HIGHEST = 0.2  # of the constant concentrations that samples begin with
 EMPTY = 1e-9  # least concentration that is told from none, where retardation is infinite
@@ -36,7 +39,10 @@ def diffusion_sorption(state: np.ndarray, times: np.ndarray, D: float, **medium:
         return D / width**2 * np.diff(padded, 2) / retardation(u, **medium)
 
     options = {"lband": 1, "uband": 1, "rtol": TOLERANCE, "atol": TOLERANCE}
-    return scipy.integrate.solve_ivp(slope, (times[0], times[-1]), state, "LSODA", times, **options).y.T
+    solved = scipy.integrate.solve_ivp(slope, (times[0], times[-1]), state, "LSODA", times, **options)
+    if not solved.success:
+        raise DataError(f"diffusion-sorption with D = {D:g}, {medium}: {solved.message} -> take other parameters")
+    return solved.y.T
 
 
 def solve_diffusion_sorption(seed, samples, parameters, resolution, times) -> Iterator[dict]:
@@ -44,6 +50,9 @@ def solve_diffusion_sorption(seed, samples, parameters, resolution, times) -> It
 
     In the released files the constant is all that differs between samples. D or n_f of 0 is drawn for each (`DRAWN`).
     """
+    refuse_negative(parameters)
+    if not 0 < parameters["por"] <= 1:
+        raise DataError(f"por is {parameters['por']:g} -> expected a porosity, above 0 and at most 1")
     for sample in samples:
         random = np.random.default_rng([seed, sample])
         start = random.uniform(0, HIGHEST)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from upsnb.solvers.waves import draw_waves, initial_state
+from upsnb.solvers.waves import draw_waves, initial_state, refuse_negative
 
 BLOCK_VALUES = 2**22  # of frames that are in memory at once, 32 MiB
 CIRCLE = np.exp(1j * np.pi * (np.arange(32) + 0.5) / 32)  # upper half: the operators are real, the lower is its mirror
@@ -123,6 +123,7 @@ def reaction_diffusion(states, nu, rho, times, longest_step=5e-4):
 
 def solve_reaction_diffusion(seed, samples, parameters, resolution, times):
     """1D reaction-diffusion of waves; parameters Nu and rho."""
+    refuse_negative(parameters, "Nu")
     for block in _blocks(samples, len(times) * resolution):
         states = reaction_diffusion_states(seed, block, resolution)
         for fields in reaction_diffusion(states, parameters["Nu"], parameters["rho"], times):
@@ -145,6 +146,7 @@ def kuramoto_sivashinsky(states, length, nu, times, longest_step=0.1):
 
 def solve_kuramoto_sivashinsky(seed, samples, parameters, resolution, times):
     """Kuramoto-Sivashinsky on its attractor, period 64, mean zero; parameter nu."""
+    refuse_negative(parameters)
     grid, end, step = BURN_IN.values()
     for block in _blocks(samples, len(times) * max(resolution, grid)):
         modes = np.zeros((len(block), grid // 2 + 1), dtype=np.complex128)
@@ -192,6 +194,7 @@ def fitzhugh_nagumo(states, diffusivities, k, times, longest_step=0.025):
 
 def solve_fitzhugh_nagumo(seed, samples, parameters, resolution, times):
     """2D reaction-diffusion out of noise, normal in each cell of the file; parameters Du, Dv and k."""
+    refuse_negative(parameters, "Du", "Dv")
     for block in _blocks(samples, 2 * len(times) * resolution**2):
         states = [np.random.default_rng([seed, sample]).normal(size=(2, resolution, resolution)) for sample in block]
         diffusivities = parameters["Du"], parameters["Dv"]
@@ -249,6 +252,7 @@ def kolmogorov_flow(states, nu, drag, forcing, times, longest_step=0.05):
 
 def solve_kolmogorov_flow(seed, samples, parameters, resolution, times):
     """Kolmogorov flow that has settled, as vorticity; parameters nu and drag."""
+    refuse_negative(parameters)
     grid = min(FLOW_BURN_IN)
     constants = parameters["nu"], parameters["drag"], FORCING
     wavenumbers = np.hypot(np.fft.fftfreq(grid, 1 / grid)[:, None], np.arange(grid // 2 + 1))

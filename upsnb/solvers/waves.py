@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from upsnb.errors import DataError
+
 Sample = dict[str, np.ndarray]  # channel -> (T, *grid) float64, (*grid) where it does not change in time
 
 # Initial states after the appendix of the PDEBench paper (arXiv 2210.07182): two sines of random integer wavenumber,
@@ -14,6 +16,13 @@ Sample = dict[str, np.ndarray]  # channel -> (T, *grid) float64, (*grid) where i
 MAX_WAVENUMBER = 4
 CHANCE = 0.1
 WINDOW_START, WINDOW_WIDTH, WINDOW_SOFTNESS = (0.10, 0.135), 0.45, 0.01
+
+
+def refuse_negative(parameters: dict[str, float], *names: str) -> None:
+    """What spreads something, or holds it back, would blow up with the sign turned; `names`: of these alone."""
+    for name in names or parameters:
+        if parameters[name] < 0:
+            raise DataError(f"{name} is {parameters[name]:g} -> expected a number of at least 0")
 
 
 @dataclass(frozen=True)

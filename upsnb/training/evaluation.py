@@ -221,7 +221,7 @@ def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor,
 
 def predict(model: Surrogate, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
     """One call, physical units; on request averaged over the equation's symmetries, where they are few."""
-    if symmetry_average and "turn" in dataset.family.symmetries:
+    if symmetry_average and "turn" in dataset.family.symmetries and dataset.source.mirrors:
         return symmetries.average(dataset.family, lambda x: model(dataset.name, x, parameters, dataset.dt), inputs)
     return model(dataset.name, inputs, parameters, dataset.dt)
 
@@ -343,7 +343,7 @@ def protocol(dataset: Dataset, split: str) -> dict[str, str | int]:
 
 def floor(dataset: Dataset, split: str) -> dict[str, float]:
     """Where a family has one, nRMSE of the exact steady solution: what stored fields leave to no model to explain."""
-    if dataset.family.steady is None:
+    if not audit.has_steady(dataset.source):
         return {}
     return {"floor_nrmse_mean": audit.steady_nrmse(dataset.source, thinned(dataset.splits[split], READ_AGAIN))}
 
