@@ -111,7 +111,6 @@ class Expected:
 
     factor: float  # alone
     cumulative: float  # with all phases before it
-    of: str = "samples_per_s"
     source: str = SOURCE
 
 

@@ -27,7 +27,7 @@ def train(config, folder, ranks, events, heartbeat, launch):
 
     kind, rank, at, *segment = os.environ.get("UPSNB_FAULT", "none:0:0").split(":")
     armed = int(rank) == ranks.rank and segment in ([], [os.environ.get("UPSNB_SEGMENT")])
-    num_steps = 10**6 if kind == "endless" else NUM_STEPS
+    num_steps = 10**6 if kind in ("endless", "slow_end") else NUM_STEPS
     saved = checkpoint_index.choose(folder) if config.checkpoint.resume else None
     first = int(saved.path.name.removeprefix("step-")) if saved else 0
     if ranks.rank == 0:
@@ -49,6 +49,10 @@ def train(config, folder, ranks, events, heartbeat, launch):
         if (step + 1) % SAVE_EVERY == 0:
             save(folder, ranks, events, step + 1)
         time.sleep(0.02)
+    if kind == "slow_end":  # as an evaluation of long trajectories, which says of each that it goes on
+        for _ in range(40):
+            time.sleep(0.2)
+            heartbeat.beat(step)
     save(folder, ranks, events, step + 1)
     if kind == "no_checkpoint":
         for path in (folder / "checkpoints").glob("step-*"):

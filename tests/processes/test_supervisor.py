@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,25 @@ def test_stopped_run_finishes_and_can_be_continued(monkeypatch, tmp_path):
         runfolder.create(config(2), run.folder)
     runfolder.create(overlays.apply(config(2), {"checkpoint.resume": True}), run.folder)
     assert runfolder.read_control(run.folder).command is None and len(run.manifest["segments"]) == 1
+
+
+def test_a_stopped_run_is_left_in_peace_while_it_goes_on_evaluating(monkeypatch, tmp_path):
+    run = start(monkeypatch, tmp_path / "run", "slow_end:0:0", 1, stall_timeout_s=5.0)  # of 8 s
+    run.wait_for("step", step=2)
+    run.stop()
+    assert run.wait() == "finished" and run.manifest["end_reason"] == "stopped"
+
+
+def test_a_run_that_is_silent_is_seen_to_live_from_another_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(runfolder, "SUPERVISOR_GRACE_S", 0.0)
+    run = start(monkeypatch, tmp_path / "run", "hang:0:3", 1, stall_timeout_s=30.0)
+    run.wait_for("step", step=3)
+    runfolder.update_manifest(run.folder, host="another")
+    hour_ago = time.time() - 3600
+    for path in (run.folder, *run.folder.glob("heartbeat.rank*")):
+        os.utime(path, (hour_ago, hour_ago))
+    assert runfolder.state(run.folder)[0] == "died"
+    until(lambda: runfolder.state(run.folder)[0] == "running", "nobody signed")
 
 
 def test_second_sigterm_ends_a_run_that_cannot_stop(monkeypatch, tmp_path):

@@ -74,7 +74,7 @@ def read_by_all(run, told: list[dict]) -> None:
     for axis in ("step", "time"):
         charts.svg(history, axis, True)
     (
-        html.header(history, "a run", "running", None, StagesConfig(), 1.0, None),
+        html.header(history, "a run", "running", None, StagesConfig(), 1.0, 0.0, None),
         html.flips(history, {}),
         html.warning(history),
     )

@@ -6,9 +6,11 @@ import torch
 from upsnb import hardware
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.surrogate import Surrogate
+from upsnb.runs.handle import Run
 from upsnb.training import stages
 from upsnb.training.losses import FieldObjective
 from upsnb.training.setup import load_model
+from upsnb.worker import staging
 
 NAME = "diff_residual"  # in its place
 
@@ -85,10 +87,46 @@ def load_model_of_first_stage(folder):
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
-def test_a_killed_run_goes_on_in_its_stage(two_stages, train_here, tmp_path):
-    class Killed(Exception):
-        pass
+class Killed(Exception):
+    """As a machine is lost."""
 
+
+def test_a_run_that_was_killed_between_two_stages_goes_on_with_the_next(two_stages, train_here, tmp_path, monkeypatch):
+    def kill(*_):
+        raise Killed
+
+    whole = train_here(two_stages(), tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(staging, "conclude", kill)
+        train_here(two_stages(), tmp_path / "cut")
+    events = train_here(two_stages(**{"checkpoint.resume": True}), tmp_path / "cut")
+    assert kinds(events, "end")[0]["stage"] == NAME
+    losses = [{event["step"]: event["loss"] for event in kinds(found, "step")} for found in (events, whole)]
+    assert losses[0] == losses[1]
+
+
+def test_the_stage_that_is_trained_cannot_be_left_out(two_stages, train_here, tmp_path):
+    run, asked = Run(tmp_path), []
+
+    def ask(step):
+        if not asked and run.manifest["stage"] == NAME:
+            asked.append(run.update({f"stages.{NAME}.epochs": 0}))
+
+    events = train_here(two_stages(), tmp_path, ask)
+    (flip,) = kinds(events, "flip")
+    assert not flip["applied"] and f"stages.{NAME}.epochs: 0, and the stage is being trained" in flip["reason"]
+    assert kinds(events, "end")[0]["reason"] == "epochs" and kinds(events, "end")[0]["stage"] == NAME
+
+
+def test_a_model_knows_the_stage_that_its_weights_are_of(two_stages, train_here, tmp_path):
+    train_here(two_stages(), tmp_path)
+    assert [load_model(tmp_path, stage=stage).stage for stage in ("operator", NAME)] == ["operator", NAME]
+    assert load_model(tmp_path, "best").stage == NAME, (
+        "the best one is of the last stage, whichever answers for the run"
+    )
+
+
+def test_a_killed_run_goes_on_in_its_stage(two_stages, train_here, tmp_path):
     config = two_stages(**{"checkpoint.interval": 5})
     whole = train_here(config, tmp_path / "whole")
     first = [event["step"] for event in kinds(whole, "step") if event["stage"] == NAME][0]

@@ -9,6 +9,7 @@ from figure_checks import check
 
 from upsnb.report import figures
 from upsnb.runs import runfolder
+from upsnb.runs.handle import Run
 from upsnb.training import checkpoint, evaluation, timing
 
 STEP_FIELDS = {  # what every step event holds
@@ -223,6 +224,14 @@ def test_the_best_weights_are_reported_where_they_are_asked_for(tiny_config, tra
     assert checkpoint.load(folder, "best")["step"] == 2 and checkpoint.load(folder)["step"] == 6
 
 
+def test_the_last_weights_are_reported_where_the_best_had_no_room(tiny_config, train_here, tmp_path, scored):
+    scored([0.5, 0.2, 0.4, 0.4, 0.4, 0.4])
+    settings = {"evaluation.checkpoint": "best", "checkpoint.budget_gb": 1e-6}
+    events = train_here(tiny_config(("darcy",), **QUICK, **settings), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / runfolder.EVALUATION).read_text())["weights"] == "last"
+    assert "the last weights are reported instead" in " ".join(event["message"] for event in of_kind(events, "warning"))
+
+
 def test_the_last_weights_may_be_the_best_ones(tiny_config, train_here, tmp_path, scored):
     scored([0.5, 0.4, 0.1])
     folder = tmp_path / "run"
@@ -252,6 +261,20 @@ def test_a_plateau_lowers_the_learning_rate(tiny_config, train_here, tmp_path, s
     config = tiny_config(("darcy",), **QUICK, **{"stages.operator.scheduler": scheduler})
     rates = np.array(column(train_here(config, tmp_path / "run"), "learning_rate")) / config.optimizer.lr
     np.testing.assert_allclose(rates, [1, 1, 1, 0.1, 0.1, 0.01], rtol=1e-6)
+
+
+def test_a_plateau_that_is_asked_for_later_lowers_the_learning_rate_too(tiny_config, train_here, tmp_path, scored):
+    scored([0.5] * 6)
+    scheduler = {"name": "constant", "plateau_patience": 2, "plateau_factor": 0.1, "warmup_fraction": 0.0}
+    config = tiny_config(("darcy",), **QUICK, **{"stages.operator.scheduler": scheduler})
+    asked = {0: {"stages.operator.scheduler.name": "plateau"}}
+    rates = column(
+        train_here(
+            config, tmp_path / "run", lambda step: step in asked and Run(tmp_path / "run").update(asked.pop(step))
+        ),
+        "learning_rate",
+    )
+    assert rates[-1] == pytest.approx(0.01 * config.optimizer.lr)
 
 
 def test_nothing_is_validated_without_a_validation_split(tiny_config, train_here, tmp_path):

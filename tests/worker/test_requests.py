@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 
@@ -52,6 +53,24 @@ def test_a_request_by_hand_is_obeyed_whatever_its_number(tiny_config, tmp_path, 
     ]
     assert [event["step"] for event in kinds(events, "checkpoint") if event["revision"]] == [7]
     assert runfolder.read_control(tmp_path).revision == 3, "and the next one is counted from there"
+
+
+def test_a_request_by_hand_may_be_nested_as_params_files_are(tiny_config, tmp_path, train_here):
+    config = tiny_config(**{"training.accum_steps": 2})
+    text = json.dumps({"format": 1, "revision": 1, "overlay": {"training": {"noise": 0.03}}, "command": None})
+    events = train_here(config, tmp_path, at({3: lambda: (tmp_path / runfolder.CONTROL).write_text(text)}))
+    (flip,) = kinds(events, "flip")
+    assert flip["applied"] and flip["changes"] == {"training.noise": 0.03}, "all else stays as it is"
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_clock_that_is_set_right_spends_no_budget(tiny_config, tmp_path, train_here, monkeypatch, hours):
+    now = time.time
+    config = tiny_config(**{"cost.price_per_hour": 1.0, "cost.budget": 1.0})
+    events = train_here(
+        config, tmp_path, at({3: lambda: monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)})
+    )
+    assert kinds(events, "end")[0]["reason"] == "epochs"
 
 
 def test_a_pause_outlasts_a_damaged_file(tiny_config, tmp_path, train_here):

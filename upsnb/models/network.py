@@ -19,6 +19,7 @@ class Network(nn.Module, ABC):
         """`specs`: what it knows of each dataset, plain data."""
         super().__init__()
         self.specs, self.called = specs, type(self).__name__
+        self.stage = ""  # whose weights these are, of a model that was saved
 
     def blocks(self) -> list[nn.Module]:
         """Repeated modules, each called as a whole: recomputed, sharded one by one, matrices given to Muon.

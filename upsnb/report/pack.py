@@ -11,7 +11,7 @@ from upsnb.report import results
 from upsnb.runs import runfolder
 from upsnb.runs.files import own_folder
 from upsnb.runs.handle import Run
-from upsnb.training import gates, packed
+from upsnb.training import packed
 
 FOLDER, CARD = "packed", "README.md"
 
@@ -32,7 +32,7 @@ def pack(run: Run, folder: Path | None = None, which: str = "latest", onnx: bool
         packed.needs_package(*packed.TRANSLATOR)
     model, folder = run.load_model(which), folder or run.folder / FOLDER
     own_folder(folder)
-    packed.write(folder, model, run.current_config, gates.answering(run.folder) or run.manifest["stage"])
+    packed.write(folder, model, run.current_config)
     failed = {"program": {name: packed.write_program(folder, model, name) for name in model.specs}}
     if onnx:
         failed["ONNX program"] = {name: packed.write_onnx(folder, name) for name in model.specs}

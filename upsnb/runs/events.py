@@ -345,13 +345,17 @@ def newest_events(folder: Path, kinds: Sequence[str], num_bytes: int, rank: int 
 class Heartbeat:
     """A rank's sign of life: one line of fixed length, overwritten in place.
 
-    Its state is `waiting` before the first step, `beating` while steps are taken, `done` after the last; and from the
-    first compilation in a step or a flip until the next beat `compiling`, since `time`.
+    Its state is `waiting` before the first step of a stage, `beating` while steps are taken, `done` after the last; and
+    from the first compilation in a step or a flip until the next beat `compiling`, since `time`.
     """
 
     def __init__(self, folder: Path, rank: int):
         self._fd = os.open(Path(folder) / f"heartbeat.rank{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
         self._pid, self._beats, self._first, self._last = os.getpid(), 0, -1, -1
+        self.waiting()
+
+    def waiting(self) -> None:
+        """Say that this rank prepares a stage, which may take long and says nothing meanwhile."""
         self._write("waiting")
 
     def _write(self, state: str) -> None:

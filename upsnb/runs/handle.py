@@ -33,6 +33,12 @@ def is_headless() -> bool:
     return not any(name in os.environ for name in INTERACTIVE)
 
 
+def be_headless() -> None:
+    """From now on nobody sits in front of this process, nor of what it starts, though a notebook's cell called it."""
+    for name in INTERACTIVE:
+        os.environ.pop(name, None)
+
+
 def find(name: Path | str) -> Path:
     """The folder of a run: by its path from here or from the project's folder, or by its name in outputs/.
 
@@ -264,6 +270,16 @@ class Run:
             if not ended and self._process is not None and self._process.stdin is not None:
                 self.stop()
                 print(f"{self.folder.name}: saves its state and ends, because its user stopped it", flush=True)
+            raise
+
+    @contextlib.contextmanager
+    def stopped_by_errors(self) -> Iterator[None]:
+        """Within it, whatever is raised stops the run: to whoever started it, it is of no use any more."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # its folder may be what is gone
+                self.stop()
             raise
 
     def _follow(self, kinds: Sequence[str] | None, timeout_s: float | None, awaited: str) -> Iterator[dict]:

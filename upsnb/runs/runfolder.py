@@ -435,7 +435,10 @@ def _is_supervised(folder: Path, manifest: dict, process: subprocess.Popen | Non
     if process is not None:
         return process.poll() is None
     if manifest["host"] != socket.gethostname():  # its processes cannot be seen from here, its files can
-        newest = max(path.stat().st_mtime for path in (folder, *folder.glob("heartbeat.rank*")))
+        newest = 0.0
+        for path in (folder, *folder.glob("heartbeat.rank*")):
+            with contextlib.suppress(FileNotFoundError):  # of a launch that is over
+                newest = max(newest, path.stat().st_mtime)
         timeout_s = configs.load(folder / CONFIG).training.stall_timeout_s
         return time.time() - newest < max(SUPERVISOR_GRACE_S, timeout_s)
     if manifest["supervisor"] is None:

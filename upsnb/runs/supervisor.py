@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ POLL_S = 0.1
 ORPHANED = "the process that started this run is gone, and an attached run ends with it"
 LOST_S = 20.0  # a disk may be away for a moment; a folder that is away for longer is lost
 LOST = "its folder was removed or moved while it trained"
+SIGN_S = 10.0  # between two touches of the folder, by which other machines see that the run is watched over
 STACKS_S = 1.0  # time for hung ranks to write down where they stand
 
 
@@ -143,12 +145,16 @@ class Supervisor:
         others = NodeWatch(self.folder, training.num_nodes, segment)
         place = self.folder / TORCHRUN
         workers = ranks.start(self.folder, self.config, place, segment, self.identity, worker=self.worker)
-        self.seen, self.stop_deadline = time.monotonic(), None
+        self.seen, self.stop_deadline, self.beats, signed = time.monotonic(), None, {}, -math.inf
         while workers.poll() is None:
             time.sleep(POLL_S)
             beats = runfolder.read_heartbeats(self.folder)
             if not self._is_lost():
                 self.seen = time.monotonic()
+                if self.seen - signed > SIGN_S:
+                    signed = self.seen
+                    with contextlib.suppress(OSError):
+                        os.utime(self.folder)
                 self._follow(beats)
                 self.mirror.follow()
             forced = self._reason_to_kill()
@@ -175,9 +181,14 @@ class Supervisor:
             self._note_status("running")
         if self.terminations and not self._stop_asked():
             runfolder.write_control(self.folder, None, runfolder.STOP)
-        if self.status != "stopping" and self._stop_asked():
+        if not self._stop_asked():
+            return
+        if self.status != "stopping":
             self._note_status("stopping")
-            self.stop_deadline = self.stop_deadline or time.monotonic() + self.config.training.stall_timeout_s
+        compiles = any(beat["state"] == "compiling" for beat in beats.values())  # its silence `StallWatch` judges
+        if self.stop_deadline is None or compiles or beats != self.beats:  # a last evaluation may take long
+            self.stop_deadline = time.monotonic() + self.config.training.stall_timeout_s
+        self.beats = beats
 
     def _reason_to_kill(self) -> str | None:
         if time.monotonic() - self.seen > LOST_S:
@@ -188,7 +199,7 @@ class Supervisor:
             return "it was told to end at once by a second signal"
         if self.stop_deadline is not None and time.monotonic() > self.stop_deadline:
             waited = self.config.training.stall_timeout_s
-            return f"it was asked to stop and its workers had not ended {waited:g} s later"
+            return f"it was asked to stop, and its workers neither ended nor gave a sign of life for {waited:g} s"
         return None
 
     def _is_lost(self) -> bool:
@@ -305,7 +316,9 @@ class StallWatch:
             key = beat and (beat["step"], beat["beats"], beat["state"])
             if key != self.seen[rank][0]:
                 self.seen[rank] = (key, now)
-            stepped = beat is not None and beat["step"] > beat["first"] and beat["state"] != "compiling"
+            stepped = (
+                beat is not None and beat["step"] > beat["first"] and beat["state"] not in ("compiling", "waiting")
+            )
             # A rank that has ended well waits for the others, and is to exit once they have ended too.
             waits = rank in done and len(done) < self.num_ranks
             since = max(time for _, time in self.seen.values()) if rank in done else self.seen[rank][1]

@@ -28,6 +28,7 @@ from upsnb.errors import ConfigError, RunError, UpsError
 from upsnb.runs import checkpoint_index
 from upsnb.runs.events import EventWriter
 from upsnb.runs.files import Shape, read_json
+from upsnb.runs.recovery import in_one_line
 from upsnb.runs.runfolder import CHECKPOINTS, STARTUP_ALLOWANCE_S
 from upsnb.training import checkpoint_shards, parallel
 from upsnb.training.parallel import Ranks
@@ -329,7 +330,7 @@ def as_saved(what: Path | str) -> Iterator[None]:
     except UpsError:
         raise
     except Exception as error:
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        found = in_one_line(error)
         raise RunError(f"{what}: not what this version saves ({found}) -> do not trust this checkpoint") from error
 
 

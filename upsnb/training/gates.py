@@ -18,6 +18,7 @@ from upsnb.config import OPERATOR, RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
+from upsnb.runs.recovery import in_one_line
 from upsnb.runs.throughput import NUM_RESAMPLES
 from upsnb.training.stages import TEACHERS
 
@@ -188,5 +189,5 @@ def kept(folder: Path, stage: str) -> dict[str, Tensor]:
         ended = sorted(each.stem for each in path.parent.glob("[!.]*.pt"))
         raise RunError(f"{path}: is not there -> choose one that has ended: {', '.join(ended) or 'none has'}") from None
     except Exception as error:  # whatever torch finds in a damaged file
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        found = in_one_line(error)
         raise RunError(f"{path}: cannot be read ({found}) -> train the stage again") from None

@@ -19,6 +19,7 @@ from upsnb.errors import ConfigError, RunError
 from upsnb.models.surrogate import Surrogate
 from upsnb.runs import runfolder
 from upsnb.runs.files import read_json, write_json
+from upsnb.runs.recovery import in_one_line
 from upsnb.training import stages
 
 FORMAT = 1
@@ -38,12 +39,8 @@ def needs_package(package: str = "safetensors", extra: str = "pack") -> None:
         raise ConfigError([f"{package} is not installed -> pip install 'upsnb[{extra}]'"], "a packed model")
 
 
-def write(folder: Path, model: Surrogate, config: RunConfig, stage: str) -> None:
-    """Weights, config and specs.
-
-    Args:
-        stage: the one that the model is of.
-    """
+def write(folder: Path, model: Surrogate, config: RunConfig) -> None:
+    """Weights, config and specs of a model that was saved, and its stage."""
     from safetensors.torch import save_file
 
     stored = {}
@@ -53,7 +50,7 @@ def write(folder: Path, model: Surrogate, config: RunConfig, stage: str) -> None
     save_file(stored, folder / WEIGHTS)
     configs.save(config, folder / runfolder.CONFIG)
     specs = {name: vars(spec) for name, spec in model.specs.items()}
-    write_json(folder / SPECS, {"format": FORMAT, "stage": stage, "specs": specs})
+    write_json(folder / SPECS, {"format": FORMAT, "stage": model.stage, "specs": specs})
 
 
 def load(folder: Path, device: torch.device | str) -> Surrogate:
@@ -73,7 +70,7 @@ def load(folder: Path, device: torch.device | str) -> Surrogate:
             {name.removesuffix(COMPLEX): value for name, value in _whole(load_file(folder / WEIGHTS))}
         )
     except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        found = in_one_line(error)
         raise RunError(f"{folder}: is not what this version packs ({found}) -> pack the run again") from None
     return model.to(device).eval()
 
@@ -108,7 +105,7 @@ def write_program(folder: Path, model: Surrogate, name: str) -> str:
             )
         torch.export.save(program, folder / f"{name}{PROGRAM}")
     except Exception as error:  # whatever torch finds in a model of somebody's own
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return in_one_line(error)
     return ""
 
 
@@ -128,5 +125,5 @@ def write_onnx(folder: Path, name: str) -> str:
             torch.onnx.export(program, (), folder / f"{name}{ONNX}", dynamo=True, external_data=False, verbose=False)
     except Exception as error:  # complex numbers, for example, have no operators there
         (folder / f"{name}{ONNX}").unlink(missing_ok=True)
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return in_one_line(error)
     return ""

@@ -120,7 +120,9 @@ def saved_model(config: RunConfig, specs: Mapping[str, dict], stage: str) -> Net
     """
     spec_from = workload.of(config).spec_from
     outlines = {name: Outline(spec_from(values), 0) for name, values in specs.items()}
-    return build(config, outlines, stage).model
+    model = build(config, outlines, stage).model
+    model.stage = stage
+    return model
 
 
 def check(objective: Objective, config: RunConfig) -> None:

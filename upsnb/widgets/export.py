@@ -26,6 +26,7 @@ from upsnb.runs import table
 from upsnb.runs.events import naming
 from upsnb.runs.files import own_folder
 from upsnb.runs.handle import Run
+from upsnb.runs.recovery import in_one_line
 from upsnb.runs.runfolder import ALIVE
 from upsnb.widgets.progress import Progress
 
@@ -260,7 +261,7 @@ def export(run: Run, to: str, folder: Path | None = None, follow: bool = False) 
     except Exception as error:
         if not package or isinstance(error, UpsError):
             raise
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        found = in_one_line(error)
         raise RunError(f"{to} refused it ({found}) -> look at its settings in the environment") from error
     return folder
 

@@ -17,6 +17,7 @@ import torch
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Schedule
+from upsnb.errors import ConfigError
 from upsnb.phases import names_on, skip_missing
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
@@ -67,7 +68,12 @@ class Flips:
         new, skipped, cold, problem = old, {}, [], ""
         memory_before = peak_memory_gib(self.ranks.device)  # without what the flip itself takes, such as compiling
         try:
-            new = overlays.apply(self.base, overlay, "control.json")
+            new = overlays.apply(self.base, overlays.flatten(overlay, "control.json"), "control.json")
+            if self.setup.stage not in new.stages.planned:
+                found = (
+                    "0, and the stage is being trained -> no fewer than 1, or leave it to `patience` and `time_limit_s`"
+                )
+                raise ConfigError([f"stages.{self.setup.stage}.epochs: {found}"], "control.json")
             if new.training.on_missing == "skip":
                 new, skipped = skip_missing(new, hardware.detect(), self.base)
             cold = cold_changes(old, new)

@@ -88,10 +88,12 @@ class Loop:
         config = overlays.apply(base, launch.overlay)
         hardware.check_runnable(config, hardware.detect())
         weights = handed.weights if handed else None
+        if handed:
+            heartbeat.waiting()
         self.setup = Setup.build(config, runfolder.project_root(), ranks, self._report_progress, stage, weights)
         self.flips = Flips(base, self.setup, ranks, events, folder, launch)
         self.requests = Requests(folder, ranks, events, self.flips)
-        self.profiler = Profiler(folder, self.setup, ranks, events)
+        self.profiler = Profiler(folder, self.setup, ranks, events, self.flips.forget_peak)
         self.position = handed.position if handed else Position(stage=stage)
         self.clock, self.compiled = StepClock(ranks.device), CompileCounter()
         self.measuring = Measuring(self.flips)
@@ -198,6 +200,7 @@ class Loop:
 
     def train(self) -> tuple[str | None, HandOver | None]:
         """Train, and end the stage or the run; the next stage and what it starts from, or nothing."""
+        self.run_started = time.perf_counter()
         reason = self.position.ended or self.run()
         if reason == RELAUNCH:
             self.leave()
@@ -211,7 +214,6 @@ class Loop:
     def run(self) -> str:
         """Train to the end of the stage; why it ended: epochs, time, patience, stopped, budget or a relaunch."""
         self.clock.start()
-        self.run_started = time.perf_counter()
         reason = self._agree()
         if reason is None and self.guards.compile_ahead(self.position.step):
             reason = self._agree()
@@ -474,9 +476,7 @@ class Loop:
         self._save(last=True)
         config, setup, reported = self.config, self.setup, "last"
         if config.evaluation.checkpoint == "best" and self.position.best_step not in (-1, self.position.step):
-            state = self.requests.load_best()
-            setup.load_state_dict(state["setup"])
-            reported = f"best, step {state['step']}"
+            reported = self.requests.take_best(self.position.step)
         answers = staging.conclude(setup, self.folder, self.events, self.position.step, self._beat)
         if answers not in (None, setup.stage):
             reported = f"last of stage {answers}, which no later one has beaten"

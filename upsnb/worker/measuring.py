@@ -46,7 +46,7 @@ class Measuring:
         old, problem, memory_gib = self.setup.config, "", peak_memory_gib(self.ranks.device)
         new = old
         try:
-            new = overlays.apply(old, asked["overlay"], "the measurement")
+            new = overlays.apply(old, overlays.flatten(asked["overlay"], "the measurement"), "the measurement")
             if problems := no_turns(old, new):
                 raise ConfigError(problems, "the measurement")
             self.setup.update(new)

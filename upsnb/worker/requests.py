@@ -49,7 +49,8 @@ class Requests:
         self.warned = False  # of what now stands in its place
         self.paused_since: float | None = None
         self._is_first = True  # no step was begun in this launch
-        self.since = time.time() - cost.held_s(runfolder.read_manifest(folder))  # as if it had run without a break
+        self.held_s = cost.held_s(runfolder.read_manifest(folder))  # before this moment
+        self.began = time.monotonic()  # a clock that is set right meanwhile spends nothing
         self._obeyed = {  # by earlier launches
             what: max((event.get("revision") or 0 for event in runfolder.read_events(folder, (kind,))), default=0)
             for what, kind in zip(REVISIONS, ("checkpoint", "profile", "restored", "measuring"))
@@ -100,7 +101,7 @@ class Requests:
                 self._obeyed[what] = max(revision, asked[what])
             asked[runfolder.SETTINGS] *= asked[runfolder.SETTINGS] > flips.revision and not flips.trial  # one by one
             asked[runfolder.PAUSE] *= control.paused
-            held_s = time.time() - self.since
+            held_s = self.held_s + time.monotonic() - self.began
             spent = cost.is_spent(flips.setup.config.cost, held_s)
             message[:] = torch.tensor([progress, time_is_up, turn, control.stop, spent, *asked.values()])
         progress, time_is_up, turn, stop, spent, *asked = parallel.broadcast_control(self.ranks, message).tolist()
@@ -110,6 +111,16 @@ class Requests:
         """The best checkpoint's state, None where there is none; all ranks enter."""
         room = checkpoint.room_for(self.flips.setup.model)
         return checkpoint.load(self.folder, "best", ranks=self.ranks, allocate=room)
+
+    def take_best(self, step: int) -> str:
+        """Take the best checkpoint's weights where it can be read; which weights these are now. All ranks enter."""
+        try:
+            state = self.load_best()
+        except RunError as error:  # there was no room for it beside the last one, or it was damaged
+            self.events.write("warning", step, message=f"{error}; the last weights are reported instead")
+            return "last"
+        self.flips.setup.load_state_dict(state["setup"])
+        return f"best, step {state['step']}"
 
     @outside_step
     def restore(self, step: int, revision: int) -> None:

@@ -62,13 +62,14 @@ def keep_forecasts(setup: Setup, folder: Path, log: Callable[[str], None]) -> di
     objective, config, ranks, said = setup.objective, setup.config, setup.ranks, {}
     if getattr(stages.settings(config, setup.stage), "cache", "off") == "off":
         return {}
-    places, place = {}, folder / runfolder.STAGES / FORECASTS
+    places, place, pairs = {}, folder / runfolder.STAGES / FORECASTS, setup.loader.schedule.pairs
     with evaluation.evaluation_model(setup) as model, torch.compiler.set_stance("force_eager"), torch.no_grad():
-        of = frozen.key(model.before.state_dict()) if ranks.rank == 0 else ""
+        weights = model.before.state_dict() if ranks.rank == 0 else {}
         for name, dataset in setup.datasets.items() if ranks.rank == 0 else ():
-            said[name], places[name] = _forecasts(setup, model.before, dataset, place, of, log)
+            said[name], places[name] = _forecasts(
+                setup, model.before, dataset, place, frozen.key(weights, pairs[name].tobytes()), log
+            )
     said, places = parallel.all_gather_objects(ranks, (said, places))[0]
-    pairs = setup.loader.schedule.pairs
     objective.forecasts = {
         name: frozen.PairRows(frozen.Rows(path), pairs[name]) for name, path in places.items() if path is not None
     }
@@ -129,6 +130,7 @@ def conclude(setup: Setup, folder: Path, events: EventWriter, step: int, alive: 
             )
             if gates.draws(found) and gates.is_single(control):
                 perturbed = Perturbed(ended(setup, folder, against), gates.errors_of_one_call(control))
+                perturbed.to(ranks.device)
                 beside = evaluation.evaluate_ensembles(perturbed, *judged, first, lambda some: False)
         if ranks.rank == 0:  # in here, where averaged weights stand in the model
             weights = {name: value.cpu() for name, value in model.state_dict().items()}
