@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from upsnb import overlays
 from upsnb.data.batches import Loader
 from upsnb.memory import measure, predict
-from upsnb.models import surrogate
+from upsnb.models import chosen
 from upsnb.profile import report
 from upsnb.runs import handle, runfolder
 from upsnb.runs.ranks import allocator_environment
@@ -211,11 +211,25 @@ def test_evaluation_computes_in_float32_where_training_does_in_tensorfloat32(cud
 
 
 def test_tensorfloat32_is_on_during_the_run_and_put_back_after_it(train_cuda, tmp_path):
-    before, during = torch.get_float32_matmul_precision(), set()
+    before, during = torch.get_float32_matmul_precision(), []
     train_cuda(
-        tmp_path / "run", lambda step: during.add(torch.backends.cuda.matmul.allow_tf32), **{"training.tf32": True}
+        tmp_path / "run", lambda step: during.append(torch.backends.cuda.matmul.allow_tf32), **{"training.tf32": True}
     )
-    assert during == {True} and torch.get_float32_matmul_precision() == before
+    assert during[0] and not during[-1], "evaluations, which beat as well, are in float32"
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("stage", ["crps", "refine", "diff_residual"])
+def test_a_stage_that_draws_is_trained_and_judged_on_the_gpu(train_cuda, tmp_path, stage):
+    events = train_cuda(tmp_path / "run", **{f"stages.{stage}.epochs": 1, "data.split.validation_fraction": 0.3})
+    (gate,) = [event for event in events if event["kind"] == "gate" and event["stage"] == stage]
+    assert gate["verdict"] and [event for event in events if event["kind"] == "end"]
+
+
+def test_a_step_in_which_no_term_acts_changes_nothing(train_cuda, tmp_path):
+    only = {"training.loss_frequency": {"relative": 2}, "training.accum_steps": 1, "training.amp": True}
+    events = train_cuda(tmp_path / "run", **only, **{"training.amp_dtype": "float16"})
+    assert [event for event in events if event["kind"] == "end"]
 
 
 def test_the_optimizer_s_time_is_part_of_the_step_s(train_cuda, tmp_path):
@@ -404,7 +418,7 @@ def test_predicting_takes_no_memory_of_the_gpu_and_none_of_its_random_numbers(ti
     assert predict.predict(config).nbytes > 0
     assert torch.cuda.max_memory_allocated() == taken
     measure.measure(config)
-    surrogate.build(config, {})
+    chosen.build(config, {})
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 

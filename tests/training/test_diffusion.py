@@ -11,6 +11,7 @@ from upsnb import overlays
 from upsnb.errors import ConfigError, DataError
 from upsnb.memory.predict import predict as predict_memory
 from upsnb.models import diffusion, inference
+from upsnb.profile import flops
 from upsnb.report import results
 from upsnb.runs import handle, runfolder
 from upsnb.training import frozen, gates, stages
@@ -471,6 +472,32 @@ def test_a_student_that_is_nearly_as_good_passes_and_no_other_stage_would():
     assert gates.judge(nearly, errors, gates.bar(STUDENT))["verdict"] == "pass" and gates.bar(NAME) == 1
 
 
+@pytest.mark.parametrize("stage", [NAME, REFINE])
+def test_every_weight_that_trains_is_reached_or_named_as_not_reached(setup, stage):
+    """Ranks that average need a gradient of each in every step; the denoiser has inverse parts that nothing asks."""
+    made = setup(stage, **{"training.lambda_inv_enc": 0.1, "training.lambda_inv_dec": 0.1})
+    for batch in made.loader.peek():
+        made.model.zero_grad(set_to_none=True)
+        total, terms = made.loss(batch, made.objective.weights(0, 0), None)
+        total.backward()
+        parts = made.objective.unreached({(batch.dataset, term) for term in terms})
+        named = {parameter for part in parts for parameter in part.parameters()}
+        trained = {name: parameter for name, parameter in made.model.named_parameters() if parameter.requires_grad}
+        assert not [name for name, p in trained.items() if (p.grad is None) != (p in named)]
+
+
+def test_what_is_to_be_learned_is_computed_in_float32_under_autocast_too(setup):
+    """As it is kept, measured and corrected: what 16 bits err by is as large."""
+    made, name = setup(), "advection"
+    batch = batch_of(made, name)
+    given = name, batch.inputs, batch.targets[:, : made.model.specs[name].output_frames], batch.parameters
+    with torch.no_grad():
+        plain = made.objective.errors(*given)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            half = made.objective.errors(*given)[0]
+    assert torch.equal(plain, half)
+
+
 # -- forecasts that are kept ------------------------------------------------------------------------------------------
 
 
@@ -478,6 +505,26 @@ def test_a_student_that_is_nearly_as_good_passes_and_no_other_stage_would():
 def always(monkeypatch):
     """Forecasts are kept whatever this machine measures."""
     monkeypatch.setattr(frozen.Costs, "against", lambda *_: "")
+
+
+def test_forecasts_of_other_pairs_are_neither_read_nor_found_again(setup, tmp_path, always):
+    """A rollout term, which may be asked for meanwhile, takes longer pairs, and so fewer."""
+    made = setup(**{f"stages.{NAME}.cache": "auto"})
+    staging.keep_forecasts(made, tmp_path, print)
+    assert made.objective.forecasts.keys() == {"advection", "darcy"}
+    before = {path.name for path in tmp_path.rglob("*.npy")}
+    made.update(overlays.apply(made.config, {"training.lambda_rollout": 0.1}))
+    assert made.objective.forecasts.keys() == {"darcy"}
+    staging.keep_forecasts(made, tmp_path, print)
+    after = {path.name for path in tmp_path.rglob("*.npy")}
+    assert made.objective.forecasts.keys() == {"advection", "darcy"} and len(after - before) == 1
+
+
+def test_a_step_on_kept_forecasts_is_counted_without_the_frozen_model(setup):
+    made = setup()
+    given = made.config, made.datasets, NAME, 0.0
+    whole, read = flops.flops_per_microbatch(*given), flops.flops_per_microbatch(*given, kept={"darcy"})
+    assert read["advection"] == whole["advection"] and read["darcy"] < 0.9 * whole["darcy"]
 
 
 def test_a_step_on_kept_forecasts_is_the_step_on_computed_ones(setup, tmp_path, always):

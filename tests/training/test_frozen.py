@@ -46,6 +46,14 @@ def test_it_is_computed_once_and_what_another_model_said_goes(model, tmp_path):
     assert second != first and sorted(tmp_path.iterdir()) == sorted([second, other.path])
 
 
+def test_of_two_names_of_which_one_begins_as_the_other_does_both_stay(model, tmp_path):
+    inputs = torch.randn(12, 3)
+    paths = [frozen.place(tmp_path, name, "1") for name in ("ks-fine", "ks")]
+    for path in paths:
+        frozen.build(path, compute(model, inputs), 12, 5, print)
+    assert all(path.exists() for path in paths)
+
+
 def test_the_key_is_of_weights_their_names_and_all_else(model):
     weights = model.state_dict()
     same = frozen.key(weights, "data", 3)

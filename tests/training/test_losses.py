@@ -126,8 +126,10 @@ def test_a_term_is_absent_where_it_does_not_act(make_loss, specs, term):
     assert set(terms_of(loss, make_batch(specs[other]))[1]) == {"relative"}
 
 
-def test_a_microbatch_without_any_term_costs_nothing_and_breaks_nothing(tiny_setup):
-    setup = tiny_setup(**{"training.loss_frequency": {"relative": 2}})
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+def test_a_microbatch_without_any_term_costs_nothing_and_breaks_nothing(tiny_setup, dtype):
+    half = {"training.amp": True, "training.amp_dtype": dtype} if dtype else {}
+    setup = tiny_setup(**{"training.loss_frequency": {"relative": 2}, **half})
     batches = list(setup.loader.epoch(0))[:2]
     before = {key: value.clone() for key, value in setup.model.state_dict().items()}
     total, terms, norm = setup.step([replace(batch, turn=1) for batch in batches], 0)  # the second of two

@@ -16,7 +16,8 @@ from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, DataError
 from upsnb.models import chosen
 from upsnb.phases import BY_NAME, EXTRAS, HOT, PHASES, is_on, unmet
-from upsnb.training import compiling
+from upsnb.training import compiling, optimizers, parallel
+from upsnb.training.losses import active_terms
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, cold_changes
 
@@ -395,6 +396,38 @@ def test_resident_data_is_read_once(tiny_setup):
     change(setup, {"training.batch_size": 4})
     assert setup.loader.reader is reader
     assert len(batches(setup)[0].inputs) == 4
+
+
+def test_an_update_that_fails_halfway_leaves_what_was_there(tiny_setup, monkeypatch):
+    setup = tiny_setup(**{"training.amp": True, "training.amp_dtype": "float16"})
+    parts = ("config", "model", "loss", "optimizers", "scaler", "ema")
+    before = {name: getattr(setup, name) for name in parts}
+
+    def fail(*_):
+        raise RuntimeError("no memory to pin")
+
+    new = overlays.apply(setup.config, {"training.amp": False, "optimizer.fused": True})
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory to pin"):
+        patch.setattr(optimizers, "load_optimizer_state", fail)
+        setup.update(new)
+    assert {name: getattr(setup, name) for name in parts} == before and setup.scaler.is_enabled()
+    setup.update(new)
+    assert not setup.scaler.is_enabled() and setup.config == new
+
+
+def test_a_step_that_failed_after_its_first_microbatch_leaves_no_gradient_on_a_sharded_rank(tiny_config):
+    config = tiny_config(**{"training.use_fsdp2": True, "training.accum_steps": 2, "optimizer.name": "adamw"})
+    ranks = parallel.initialise(config)
+    try:
+        setups = [Setup.build(config, Path(), ranks, lambda message: None) for _ in range(2)]
+        batches = setups[0].loader.peek()
+        with parallel.synchronising(setups[0].loss, on=False):
+            setups[0].loss(batches[0], active_terms(config.training, 0, 0), None)[0].backward()
+        setups[0].discard_step()
+        norms = [float(setup.step(batches, 0)[2]) for setup in setups]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    finally:
+        parallel.shutdown(ranks)
 
 
 @pytest.mark.parametrize(

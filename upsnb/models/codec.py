@@ -165,8 +165,8 @@ class CrossAttentionDecoder(nn.Module):
     def at(self, z_BLD: Tensor, points_QS: Tensor) -> Tensor:
         frequencies = torch.arange(1, self.num_frequencies + 1, device=points_QS.device)
         # sines of half turns also tell the two ends of a closed axis apart
-        turns = torch.tensor([2.0 if wraps else 1.0 for wraps in self.spec.periodic], device=points_QS.device)
-        angles = (math.pi * (points_QS * turns)[..., None] * frequencies).flatten(1)
+        turns = [points * (2 if wraps else 1) for points, wraps in zip(points_QS.unbind(1), self.spec.periodic)]
+        angles = (math.pi * torch.stack(turns, 1)[..., None] * frequencies).flatten(1)
         queries = self.embed(torch.cat((angles.sin(), angles.cos()), dim=-1)).expand(len(z_BLD), -1, -1)
         tables = (None, None)
         if self.ordered:

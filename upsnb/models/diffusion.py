@@ -29,10 +29,15 @@ REFINEMENTS = 3  # calls that refine a forecast
 RHO = 7.0  # how much closer to each other the low ones are
 
 
-def noise_levels(steps: int = STEPS) -> list[float]:
-    """From the highest to the lowest, and then none at all (EDM, equation 5)."""
+def noise_level(number: int | Tensor, steps: int) -> float | Tensor:
+    """Of so many from the highest to the lowest, that of a number, which counts from 0 (EDM, equation 5)."""
     high, low = HIGHEST ** (1 / RHO), LOWEST ** (1 / RHO)
-    return [(high + number / max(steps - 1, 1) * (low - high)) ** RHO for number in range(steps)] + [0.0]
+    return (high + number / max(steps - 1, 1) * (low - high)) ** RHO
+
+
+def noise_levels(steps: int = STEPS) -> list[float]:
+    """From the highest to the lowest, and then none at all."""
+    return [noise_level(number, steps) for number in range(steps)] + [0.0]
 
 
 def denoiser_spec(spec: DatasetSpec, shown: int) -> DatasetSpec:

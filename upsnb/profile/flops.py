@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from upsnb import overlays
 from upsnb.config import OPERATOR, RunConfig
 from upsnb.data.datasets import Dataset
+from upsnb.data.spec import DatasetSpec
 from upsnb.models.surrogate import set_attention
 from upsnb.training import stages, workload
 from upsnb.training.losses import turn
@@ -40,30 +43,52 @@ COPIED = 2**25  # float32 values, 128 MiB: more than most caches hold
 BURST_S = 0.1  # time for one size
 
 
+class Unread:
+    """Stands where a frozen model's forecasts are read instead of computed."""
+
+    def __init__(self, spec: DatasetSpec):
+        self.shape = spec.output_frames, spec.output_channels, *spec.grid_shape
+
+    def read(self, pairs: np.ndarray, device: torch.device) -> Tensor:
+        return torch.zeros(len(pairs), *self.shape, device=device)
+
+
 def flops_per_microbatch(
-    config: RunConfig, datasets: dict[str, Dataset], stage: str = OPERATOR, progress: float = 0.0
+    config: RunConfig,
+    datasets: dict[str, Dataset],
+    stage: str = OPERATOR,
+    progress: float = 0.0,
+    kept: Collection[str] = (),
 ) -> dict[str, float]:
-    """Forward and backward of one rank's microbatch by dataset, mean over a turn of the losses, here in a stage."""
-    return _per_microbatch(config, datasets, (stage, progress), None, "math", count)
+    """Forward and backward of one rank's microbatch by dataset, mean over a turn of the losses, here in a stage.
+
+    Args:
+        kept: datasets whose frozen forecasts the stage reads and does not compute.
+    """
+    return _per_microbatch(config, datasets, (stage, progress, kept), None, "math", count)
 
 
 def bytes_per_microbatch(
-    config: RunConfig, datasets: dict[str, Dataset], stage: str = OPERATOR, progress: float = 0.0
+    config: RunConfig,
+    datasets: dict[str, Dataset],
+    stage: str = OPERATOR,
+    progress: float = 0.0,
+    kept: Collection[str] = (),
 ) -> dict[str, float]:
     """The same of the bytes that what is counted has to read and write, in the step's dtype."""
-    return _per_microbatch(config, datasets, (stage, progress), amp_dtype(config), "sdpa", count_bytes)
+    return _per_microbatch(config, datasets, (stage, progress, kept), amp_dtype(config), "sdpa", count_bytes)
 
 
 def _per_microbatch(
     config: RunConfig,
     datasets: dict[str, Dataset],
-    where: tuple[str, float],
+    where: tuple[str, float, Collection[str]],
     dtype: torch.dtype | None,
     attention: str,
     counter: Callable,
 ) -> dict[str, float]:
     """Counted on fake tensors: in a second, on any machine, without memory or the model that trains."""
-    plain, counts, (stage, progress) = overlays.apply(config, PLAIN), {}, where
+    plain, counts, (stage, progress, kept) = overlays.apply(config, PLAIN), {}, where
     training, calls, zeros = plain.training, plain.calls(stage), workload.of(plain).zeros
     with FakeTensorMode():
         loss = stages.build(plain, datasets, stage)
@@ -72,6 +97,9 @@ def _per_microbatch(
         loss.generator = torch.Generator()
         for name, dataset in datasets.items():
             batch, found = zeros(name, dataset.spec, training.batch_size, calls=calls), {}
+            if name in kept:
+                loss.forecasts = {name: Unread(dataset.spec)}
+                batch = replace(batch, pairs=np.zeros((training.batch_size, 2), dtype=np.int64))
             chosen = [loss.weights(ESTABLISHED, number) for number in range(turn(training))]
             for weights in chosen:
                 if tuple(weights) not in found:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -78,8 +79,9 @@ class Segments:
 class Profiler:
     """Takes profiles of one launch of a run."""
 
-    def __init__(self, folder: Path, setup: Setup, ranks: Ranks, events: EventWriter):
+    def __init__(self, folder: Path, setup: Setup, ranks: Ranks, events: EventWriter, forget_peak: Callable[[], None]):
         self.folder, self.setup, self.ranks, self.events = folder, setup, ranks, events
+        self.forget_peak = forget_peak  # of memory, once it has been noted
         self.state, self.revision = IDLE, 0
 
     def at_boundary(self, step: int, revision: int) -> bool:
@@ -151,7 +153,9 @@ class Profiler:
             self.profile.export_chrome_trace(str(path))
             record["trace"] = trace.read(path, self.num_traced)
             if self.ranks.rank == 0:  # the same for all
-                where = self.config, self.setup.datasets, self.setup.stage, self.setup.objective.progress
+                objective = self.setup.objective
+                where = self.config, self.setup.datasets, self.setup.stage, objective.progress
+                where += (getattr(objective, "forecasts", ()),)
                 for kind, counted in (
                     ("flops", counting.flops_per_microbatch(*where)),
                     ("product_bytes", counting.bytes_per_microbatch(*where)),
@@ -162,8 +166,11 @@ class Profiler:
             problem = f"{type(error).__name__}: {error}"
         self.profile = None
         parallel.barrier(self.ranks)  # all ranks multiply at once, as they do in a step
+        self.forget_peak()  # what is measured with is none of the run's memory
         record["matrix_peak"] = counting.matrix_peak(self.ranks.device, amp_dtype(self.config) or torch.float32)
         record["bandwidth_gb_per_s"] = counting.bandwidth(self.ranks.device)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.ranks.device)
         problems = parallel.all_gather_objects(self.ranks, problem)
         if not any(problems):
             runfolder.write_json(self.folder / profile_name(self.ranks.rank), record)

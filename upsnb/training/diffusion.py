@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from upsnb.data.batch import Batch
 from upsnb.data.datasets import Dataset
@@ -21,7 +21,7 @@ from upsnb.models.diffusion import (
     Refined,
     ResidualDiffusion,
     denoise,
-    noise_levels,
+    noise_level,
 )
 from upsnb.rules import LOSS_TERMS
 from upsnb.training.frozen import PairRows
@@ -44,6 +44,9 @@ class DenoisingObjective(Objective):
     TERM = ""
     forecasts: Mapping[str, PairRows] = {}  # of the frozen model, by dataset, where they are kept and not computed
 
+    def pairs_changed(self, pairs: Mapping[str, np.ndarray]) -> None:
+        self.forecasts = {name: kept for name, kept in self.forecasts.items() if kept.has(pairs[name])}
+
     @abstractmethod
     def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
         """Standard deviation of the noise on each pair, drawn, (B,)."""
@@ -58,6 +61,10 @@ class DenoisingObjective(Objective):
 
     def weights(self, step: int, microbatch: int) -> dict[str, float]:
         return {self.TERM: 1.0}
+
+    def unreached(self, computed: set[tuple[str, str]]) -> list[nn.Module]:
+        """A denoiser that is built as the operator is may have inverses; no term asks them."""
+        return [*super().unreached(computed), *getattr(self.model.denoiser, "inverse_decoders", {}).values()]
 
     def terms(self, batch: Batch, weights: dict[str, float]) -> dict[str, Tensor]:
         spec, device = self.model.specs[batch.dataset], batch.inputs.device
@@ -94,7 +101,11 @@ class DenoisingObjective(Objective):
     def errors(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor, *kept: Tensor) -> tuple:
         """Of the frozen model, normalised, and what it was given: x, its forecast, parameters and relative_dt."""
         x, known, relative_dt = self.known(name, inputs, parameters)
-        forecast = kept[0] if kept else self.model.before.predict(name, x, known, relative_dt).float()
+        if kept:
+            forecast = kept[0]
+        else:  # in float32, as it is kept, measured and corrected: 16 bits err by as much as what is to be learned
+            with torch.autocast(x.device.type, enabled=False):
+                forecast = self.model.before.predict(name, x, known, relative_dt).float()
         return self.model.normalise(name, targets, "output") - forecast, x, forecast, known, relative_dt
 
     @torch.no_grad()
@@ -198,7 +209,7 @@ class ConsistencyObjective(DiffusionObjective):
 
     def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
         """A level, and the next lower one, (2, B)."""
-        levels = torch.tensor(noise_levels(TAUGHT)[:-1], device=device)
+        levels = noise_level(torch.arange(TAUGHT, device=device), TAUGHT)  # a copy from here would wait for it
         chosen = torch.randint(len(levels) - 1, (pairs,), generator=self.generator, device=device)
         return torch.stack((levels[chosen], levels[chosen + 1]))
 

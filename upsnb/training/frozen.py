@@ -76,13 +76,17 @@ class PairRows:
     """
 
     def __init__(self, rows: Rows, pairs: np.ndarray):
-        self.rows, self.frames = rows, int(pairs[:, 1].max(initial=0)) + 1
+        self.rows, self.pairs, self.frames = rows, pairs, int(pairs[:, 1].max(initial=0)) + 1
         codes = self._codes(pairs)
         self.order = np.argsort(codes)
         self.sorted = codes[self.order]
 
     def _codes(self, pairs: np.ndarray) -> np.ndarray:
         return pairs[:, 0] * self.frames + pairs[:, 1]
+
+    def has(self, pairs: np.ndarray) -> bool:
+        """Whether a schedule has these pairs and no others."""
+        return np.array_equal(self.pairs, pairs)
 
     def read(self, pairs: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
         """(B, 2) -> (B, ...)."""
@@ -135,7 +139,8 @@ def build(path: Path, compute: Compute, rows: int, at_once: int, log: Callable[[
     path.parent.mkdir(parents=True, exist_ok=True)
     name, _, _ = path.stem.rpartition("-")
     for stale in path.parent.glob(f"{name}-*.npy"):
-        stale.unlink()
+        if stale.stem.rpartition("-")[0] == name:  # and not of one whose name begins so
+            stale.unlink()
     unfinished, values, told_s = path.with_name(f".{path.name}"), None, time.monotonic()
     for start in range(0, rows, at_once):
         found = compute(np.arange(start, min(start + at_once, rows))).cpu().numpy()

@@ -151,6 +151,9 @@ class Objective(nn.Module, ABC):
         Not called where a run goes on: what is measured belongs into buffers, which are saved.
         """
 
+    def pairs_changed(self, pairs: Mapping) -> None:
+        """Let go of what is kept of other training pairs than these, by dataset. May be written."""
+
     @abstractmethod
     def idle(self, batch: TensorBatch) -> Tensor:
         """Any scalar that the model computes, for microbatches that no term acts on."""

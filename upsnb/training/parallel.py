@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,10 @@ from upsnb.runs import runfolder
 from upsnb.runs.files import Shape, read_json, write_json
 from upsnb.runs.processes import MEETING, SEGMENT, STORE
 from upsnb.runs.ranks import address_of
+from upsnb.training import compiling, precision
+
+if TYPE_CHECKING:
+    from upsnb.training.losses import Objective
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,24 @@ def forget_iteration(module: nn.Module) -> None:
     """After a forward or backward pass that failed on a single rank: what FSDP2 gathered and awaited is let go."""
     if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13 has it
         module.reset_iter_state()
+        # It promises to drop what earlier microbatches left too, and leaves that in the gradients of gathered weights.
+        states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
+    """The module that a step calls: the objective, its model compiled in place, then replicated or sharded."""
+    training = config.training
+    compiling.set_compile(objective, training)
+    objective.generator = generator
+    if training.use_fsdp2:
+        objective.touch_any = True
+        return shard(objective, objective.model.units(), ranks, precision.amp_dtype(config))
+    return wrap_ddp(objective, ranks, training.bf16_gradients)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -110,7 +110,7 @@ class Setup:
                 log(f"warning: {said}")
         torch.manual_seed(training.seed + 7919 * (ranks.rank + 1))  # drop-path differs between ranks, weights do not
         generator = torch.Generator(device).manual_seed(training.seed + 104729 * (ranks.rank + 1))
-        loss = wrap(objective, config, generator, ranks)
+        loss = parallel.wrap(objective, config, generator, ranks)
         made = build_optimizers(model, config, stage)
         scaler = precision.build_scaler(config, device)
         ema = optimizers.Ema(model, training.ema_decay) if training.ema_decay else None
@@ -139,9 +139,11 @@ class Setup:
         hardware.check_runnable(new, hardware.detect())
         stages.check(self.objective, new)
         old, changed = self.config, set(overlays.difference(self.config, new))
+        kept = {name: getattr(self, name) for name in ("model", "loss", "optimizers", "scaler", "ema")}
         try:
             self._apply(new, changed)
         except Exception:
+            vars(self).update(kept)  # what was being made in their place is not whole
             self._apply(old, changed)
             raise
 
@@ -155,6 +157,7 @@ class Setup:
         if touches(*LOADER):  # first, because it may refuse: too few pairs for a larger batch
             here = ranks.rank, ranks.world_size, ranks.device
             self.loader = Loader(self.datasets, new, *here, before=self.loader, stage=self.stage)
+            self.objective.pairs_changed(self.loader.schedule.pairs)
         if touches("operator.pdet."):
             surrogate.set_checkpointing(self.model.blocks(), new.operator.pdet)
             surrogate.set_attention(self.model.blocks(), new.operator.pdet.attention)
@@ -168,6 +171,7 @@ class Setup:
         if touches("optimizer", f"stages.{self.stage}.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
         self.objective.config, self.objective.stage = training, stages.settings(new, self.stage)
+        self.plateau.config = self.objective.stage.scheduler
         self.config = new
 
     @property
@@ -181,7 +185,7 @@ class Setup:
         moments = parallel.gather_full(optimizers.optimizer_state(self.model, self.optimizers))
         averages = parallel.gather_full(self.ema.state_dict()) if self.ema else None
         objective = stages.build(new, self.datasets, self.stage).to(self.ranks.device)
-        self.model, self.loss = objective.model, wrap(objective, new, self.generator, self.ranks)
+        self.model, self.loss = objective.model, parallel.wrap(objective, new, self.generator, self.ranks)
         self.optimizers = build_optimizers(self.model, new, self.stage)
         self._take(weights, moments, averages)
 
@@ -256,6 +260,9 @@ class Setup:
         return total.detach(), values
 
     def _update(self, grad_clip: float | None, loss: Tensor) -> Tensor:
+        if all(parameter.grad is None for parameter in self.model.parameters()):  # no term acted; a scaler would assert
+            self.skipped, self.optimizer_marks = "", (mark(self.ranks.device), mark(self.ranks.device))
+            return torch.zeros_like(loss)
         together = optimizers.JointOptimizer(self.optimizers)
         self.scaler.unscale_(together)
         norm = optimizers.clip(self.model.parameters(), grad_clip)
@@ -442,17 +449,6 @@ def idle_settings(setup: Setup) -> list[str]:
     return said
 
 
-def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ranks: Ranks) -> nn.Module:
-    """The module that a step calls: the objective, its model compiled in place, then replicated or sharded."""
-    training = config.training
-    compiling.set_compile(objective, training)
-    objective.generator = generator
-    if training.use_fsdp2:
-        objective.touch_any = True
-        return parallel.shard(objective, objective.model.units(), ranks, precision.amp_dtype(config))
-    return parallel.wrap_ddp(objective, ranks, training.bf16_gradients)
-
-
 def load_model(
     folder: Path | str, which: str = "latest", device: torch.device | str = "cpu", stage: str | None = None
 ) -> Network:
@@ -487,9 +483,8 @@ def load_model(
         trained = state["position"].get("stage", stages.OPERATOR)
         wanted = stage or (which == "latest" and gates.answering(Path(folder))) or trained
         if stage or wanted != trained:
-            weights = gates.kept(Path(folder), wanted)
             model = stages.saved_model(config, state["specs"], wanted).to(device)
-            model.load_state_dict(weights)
+            model.load_state_dict(gates.kept(Path(folder), wanted))
             return model.eval()
         model = stages.saved_model(config, state["specs"], trained).to(device)
         model.load_state_dict(state["setup"]["model"])
