@@ -305,6 +305,13 @@ def test_failing_cell_is_one_cause_and_keeps_the_notebook(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_notebook_starts_ends_with_it_though_a_cell_of_a_page_called_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "a page")
+    path = notebook(tmp_path / "n.ipynb", CHECK, "from upsnb.runs import handle\nassert handle.is_headless()")
+    assert execute(path, "-o", tmp_path / "run", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
 def test_dead_kernel_fails(tmp_path):
     path = notebook(tmp_path / "n.ipynb", "import os\nos._exit(1)", "print('after')")
     done = execute(path, "-o", tmp_path / "run", cwd=tmp_path)

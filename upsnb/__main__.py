@@ -18,7 +18,7 @@ from upsnb.commands import summary
 from upsnb.config import RunConfig
 from upsnb.errors import MOST_SHOWN, ConfigError, Problem, RunError, RunFailed, RunTimeout, UpsError, shown
 from upsnb.overlays import as_typed
-from upsnb.runs import runfolder
+from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import INTERRUPTS
 from upsnb.runs.runfolder import REPORT
 
@@ -461,6 +461,7 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
         from nbclient.exceptions import DeadKernelError
     except ImportError as error:
         raise RunError(f"{error.name} is not installed -> pip install -c constraints.txt -e '.[lab]'") from None
+    handle.be_headless()
     try:
         papermill.execute_notebook(
             *(str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, executed)),  # it formats paths

@@ -1,6 +1,7 @@
 """What a check tries, what it refuses, and that what happens in a trial is told as it was."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -107,6 +108,22 @@ def test_short_measurements_are_of_the_same_model_without_a_phase_and_each_noteb
         assert config.operator.pdet.hidden_dim == 384 and not [phase.name for phase in PHASES if is_on(phase, config)]
         assert (config.training.batch_size == 2) == (machine is CPU)
     assert len(check.table({"rows": rows})) == len(MEASURED)
+
+
+def test_without_papermill_notebooks_are_refused_and_have_not_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    row = check._measured("08_profile", BASE, CPU, tmp_path, 60.0)
+    assert row["verdict"] == REFUSED and "papermill is not installed" in row["why"]
+
+
+def test_what_was_said_before_the_limit_is_kept(tmp_path, monkeypatch):
+    log = tmp_path / "log.txt"
+
+    def late(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout, b"step 7\n", b"a warning\n")
+
+    monkeypatch.setattr(subprocess, "run", late)
+    assert check._failed(["child"], log, 5.0, {}) == "not done after 5 s" and log.read_text() == "step 7\na warning\n"
 
 
 @pytest.mark.parametrize("told", MEASURED.values(), ids=MEASURED)

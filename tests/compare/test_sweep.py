@@ -196,6 +196,20 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path, trained):
         sweep.run(sweep.plan(other, grid={"lr": [0.001]}), tmp_path, log=lambda text: None)
 
 
+def test_a_share_goes_on_and_is_gathered_whatever_its_machine_costs_and_a_model_of_one_s_own_is_the_same(
+    tmp_path, trained, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("class Net: ...\n")
+    base, grid = overlays.apply(CONFIG, {"model.build": "own.py:Net"}), {"lr": [0.001, 0.002]}
+    for number, price in enumerate((0.5, 0.7), 1):
+        for left in (5.0, 3.0):  # on another machine it goes on for what is left
+            priced = overlays.apply(base, {"cost.price_per_hour": price, "cost.budget": left})
+            sweep.run(sweep.plan(priced, grid=grid, share=f"{number}/2"), tmp_path / str(number), log=lambda text: None)
+    assert len(trained.asked) == 2
+    assert not sum(point["missing"] for point in sweep.gather("all", [Path("1"), Path("2")])["points"])
+
+
 def shared_out(folder: Path, trained, count: int = 3) -> list[Path]:
     """A sweep of five settings and two seeds, trained by so many machines; their folders."""
     trained.errors = {0.001 * n: 0.1 * n for n in range(1, 6)}

@@ -10,6 +10,9 @@ from made_runs import step
 from upsnb.compare import arms, ladder, scaling
 from upsnb.compare.turns import LEAST_STEADY, PATIENCE, Block, Turns, interleave, ratio_of_turns
 from upsnb.compare.verdict import NOISE
+from upsnb.config import RunConfig
+from upsnb.errors import RunTimeout
+from upsnb.runs import handle
 from upsnb.widgets.progress import rewrite
 
 
@@ -40,6 +43,26 @@ def test_rounds_in_which_one_arm_had_no_turn_do_not_count():
     found = ratio_of_turns(blocks({"a": [1.0, 1.0], "b": [2.0, 2.0, 50.0]}), "b", "a")
     assert found["num_rounds"] == 2 and found["median"] == 2.0
     assert ratio_of_turns(blocks({"a": [1.0]}), "b", "a")["median"] is None
+
+
+def test_what_goes_wrong_while_it_starts_stops_the_run(tmp_path, monkeypatch):
+    """Or it would train on for ever beside what is measured next."""
+    stopped = []
+
+    class Slow(handle.Run):
+        def wait_for(self, kind, revision=0):
+            raise RunTimeout("still starting after 900 s")
+
+        def stop(self):
+            stopped.append(self.folder)
+
+        def status(self):
+            return "running"
+
+    monkeypatch.setattr(handle, "start", lambda config, folder: Slow(folder))
+    with pytest.raises(RunTimeout):
+        Turns.start(RunConfig(), tmp_path)
+    assert stopped == [tmp_path]
 
 
 class Arm:

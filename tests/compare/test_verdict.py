@@ -115,6 +115,21 @@ def test_runs_that_say_nothing_about_each_other_are_not_compared(tmp_path):
         verdict.compare(a, stopped)
 
 
+def test_runs_of_equal_names_and_other_data_are_not_compared(tmp_path):
+    a, b = both(tmp_path)
+    for run, data in ((a, "12ab"), (b, "34cd")):
+        path = run.folder / runfolder.EVALUATION
+        written = json.loads(path.read_text())
+        written["datasets"]["darcy"]["test"]["protocol"] = {
+            "samples": 3,
+            "data": data,
+            "training data": run.folder.name,
+        }
+        path.write_text(json.dumps(written))
+    with pytest.raises(RunError, match="darcy: judged by different data: run: samples: 3, data: 12ab; run: .*34cd"):
+        verdict.compare(a, b)
+
+
 def test_equal_arms_and_seeds_say_how_exact_the_errors_are(tmp_path):
     ended = {"slow": (0.05, 0.04), "fast": (0.06, 0.03), verdict.NOISE: (0.055, 0.038)}  # of darcy, one a seed
     arms = {

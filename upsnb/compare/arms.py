@@ -7,6 +7,7 @@ meanwhile does so for all arms; a third arm, equal to A, shows how far apart two
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -114,11 +115,13 @@ def compare(
     blocks: list[Block] = []
     for seed in seeds:
         started: dict[str, Turns] = {}
-        for name, config in arms.items():
-            log(f"seed {seed}: starting {name}")
-            own = folder / "runs" / f"{name.replace('/', '')}-seed{seed}"
-            started[name] = Turns.start(overlays.apply(config, {"training.seed": seed}), own)
-        blocks += interleave(started, seed, block_s, log)
+        with contextlib.ExitStack() as stack:  # a paused run holds its memory until it is stopped
+            for name, config in arms.items():
+                log(f"seed {seed}: starting {name}")
+                own = folder / "runs" / f"{name.replace('/', '')}-seed{seed}"
+                started[name] = Turns.start(overlays.apply(config, {"training.seed": seed}), own)
+                stack.enter_context(started[name].run.stopped_by_errors())
+            blocks += interleave(started, seed, block_s, log)
         for name, turns in started.items():
             train_report(turns.run)
             runs[name].append(turns.run)

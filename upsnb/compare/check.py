@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -225,7 +226,8 @@ def _failed(arguments: list[str], log: Path, limit_s: float, environment: Mappin
     options = {"capture_output": True, "text": True, "cwd": runfolder.project_root(), "env": os.environ | environment}
     try:
         done = subprocess.run(command, timeout=limit_s, **options)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        log.write_bytes((error.stdout or b"") + (error.stderr or b""))
         return f"not done after {limit_s:g} s"
     log.write_text(done.stdout + done.stderr)
     if done.returncode == 0:
@@ -248,6 +250,8 @@ def _measured(notebook: str, base: RunConfig, machine: Hardware, folder: Path, l
     words = [word for key, value in given.items() for word in ("-p", f"{key}={json.dumps(value)}")]
     row = {"name": notebook, "kind": "notebook", "without": ""}
     row |= dict.fromkeys(("step_ms", "first_step_s", "memory_gib"))
+    if find_spec("papermill") is None:  # on Colab, where notebooks are run by hand
+        return {**row, "verdict": REFUSED, "why": "papermill is not installed -> pip install papermill"}
     command = ["upsnb", "run", f"notebooks/{notebook}.ipynb", "-o", str(own), *words]
     if failed := _failed(command, own.with_suffix(".log"), limit_s, {}):
         return {**row, "verdict": FAILED, "why": failed}

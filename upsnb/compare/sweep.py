@@ -31,6 +31,7 @@ from upsnb.compare.suggest import INSTALL, SAMPLER, rounded, suggest
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, shown
 from upsnb.hardware import Hardware
+from upsnb.models.chosen import with_source
 from upsnb.overlays import as_typed
 from upsnb.report.file import finish, number
 from upsnb.report.results import train_report
@@ -51,6 +52,12 @@ KEYS = ("base", "settings", *PARAMETERS)  # of a sweep's file
 RANGE = ("from", "to", "log")  # of what is drawn from an interval
 SWEEP, RUNS, BEST = "sweep.json", "runs", "best.yaml"
 MOST_RUNS = 1000
+ELSEWHERE = (
+    "cost.",
+    "checkpoint.",
+    "logging.",
+)  # where a training lies and what it may cost: of no result, and of each
+# machine that shares in it another
 BY_CHANCE = 5  # points of a search that are drawn before there is anything to go by
 OWN = {  # settings that a sweep has for itself, and what says them instead
     "training.seed": "seeds",
@@ -274,7 +281,8 @@ def _train(sweep: Sweep, folder: Path, log: Callable[[str], None]) -> dict:
         if (folder / RUNS / name / runfolder.MANIFEST).exists():
             _check_same(folder / RUNS / name, sweep.config(point, seed))
     points = [{"settings": one, "runs": [run_name(one, seed) for seed in sweep.seeds]} for one in sweep.points]
-    base = overlays.difference(RunConfig(), sweep.base)
+    different = overlays.difference(RunConfig(), sweep.base)
+    base = {path: value for path, value in different.items() if not path.startswith(ELSEWHERE)}
     runfolder.write_json(folder / SWEEP, {"format": FORMAT, "name": sweep.name, "base": base, "points": points})
     own = dict(itertools.islice(trainings.items(), first - 1, None, every))
     try:
@@ -298,7 +306,8 @@ def _alone(folder: Path) -> Iterator[None]:
 def _check_same(folder: Path, config: RunConfig) -> None:
     if config.training.on_missing == "skip":
         config, _ = phases.skip_missing(config, hardware.detect())
-    if other := overlays.difference(Run(folder).config, config).keys() - {"checkpoint.resume"}:
+    different = overlays.difference(Run(folder).config, with_source(config))
+    if other := [path for path in different if not path.startswith(ELSEWHERE)]:
         found = f"was trained with another {', '.join(sorted(other))}"
         raise RunError(f"{as_typed(folder)}: {found} -> choose another folder")
 

@@ -50,8 +50,9 @@ class Turns:
     def start(cls, config: RunConfig, folder: Path) -> Turns:
         """Start a run and pause it after its first step, so that the next one starts on a quiet machine."""
         turns = cls(handle.start(config, folder))
-        turns.wait("first_step")
-        turns.wait("paused", turns.run.pause())
+        with turns.run.stopped_by_errors():  # or it trains on beside all that is measured later
+            turns.wait("first_step")
+            turns.wait("paused", turns.run.pause())
         return turns
 
     def read(self) -> None:

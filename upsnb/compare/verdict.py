@@ -11,6 +11,7 @@ import numpy as np
 from upsnb import overlays
 from upsnb.data.audit import headline
 from upsnb.errors import ConfigError, RunError
+from upsnb.report.figures import read_evaluation
 from upsnb.report.file import factor, finish, number
 from upsnb.report.results import run_numbers
 from upsnb.runs import runfolder
@@ -18,6 +19,7 @@ from upsnb.runs.events import NAMING, naming
 from upsnb.runs.handle import Run
 
 FORMAT, KIND = 1, "compare"
+JUDGED = ("samples", "data", "frames given", "frames forecast")  # of what an evaluation says that it was of
 NOISE = "A/A"  # the arm that is the baseline once more
 QUALITY_TOLERANCE = 0.03  # of the baseline's final validation nRMSE, for the time to quality
 CRITERIA = {  # what an optimization must keep, unless a params file says otherwise; cost_ratio is there to be asked for
@@ -176,6 +178,16 @@ def _check_judged_alike(runs: Mapping[str, list[Run]], arms: Mapping[str, list[d
     if len(set(judged.values())) > 1:
         found = "; ".join(f"{folder}: {what}" for folder, what in judged.items())
         raise RunError(f"judged by different data: {found} -> compare runs of the same datasets and evaluation.split")
+    of_name: dict[str, dict[str, str]] = {}  # dataset: what its errors are of, by that the runs that say so
+    for run in (run for those in runs.values() for run in those):
+        for name, splits in read_evaluation(run.folder, run.events()).get("datasets", {}).items():
+            for terms in (result["protocol"] for result in splits.values() if "protocol" in result):
+                told = ", ".join(f"{what}: {terms[what]}" for what in JUDGED if what in terms)
+                of_name.setdefault(name, {}).setdefault(told, run.folder.name)
+    for name, told in of_name.items():
+        if len(told) > 1:
+            found = "; ".join(f"{folder}: {what}" for what, folder in told.items())
+            raise RunError(f"{name}: judged by different data: {found} -> compare runs of the same data and its splits")
     metrics = sorted({naming(one)["metric"] for those in arms.values() for one in those})
     if len(metrics) > 1:
         raise RunError(f"judged by different errors: {', '.join(metrics)} -> compare runs of one workload")
