@@ -86,6 +86,63 @@ def test_one_that_has_stopped_itself_is_started_for_what_lies_there(cloud, kept,
     assert came[0] == "running" and cloud.rented == 1 and not cloud.instances
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_machine_on_which_nothing_ever_began_is_not_started_for_ever(cloud, kept, wanted, near, monkeypatch, answers):
+    """Whoever launched it was gone before it began. Each start is paid for."""
+    cloud.rent(101, {})
+    cloud.instances[7000]["actual_status"] = "exited"
+    starts, tried = [], []
+
+    def nothing_there(self, name, *_):
+        raise RunError("there is no run folder yet")
+
+    def state(self, name):
+        return "starting" if answers else nothing_there(self, name)
+
+    def rent(*_):
+        tried.append(1)
+        raise RunError("no Python there")
+
+    monkeypatch.setattr(vast, "start_again", starts.append)
+    monkeypatch.setattr(vast, "wait", lambda number, known, say: near)
+    monkeypatch.setattr(launches, "rent", rent)
+    for name, function in (("pull", nothing_there), ("state", state)):
+        monkeypatch.setattr(Host, name, function)
+    name = record(kept, wanted, instance=7000, host=vars(near))
+    with pytest.raises(RunError, match="5 times in a row"):
+        follow.follow(name, 0.0, lambda line: None)
+    assert (len(starts), len(tried), len(cloud.instances)) == ((1, 5, 0) if answers else (5, 0, 1))
+
+
+def test_a_study_that_came_may_be_let_go_and_all_that_it_trains_is_stopped(kept, wanted, near, monkeypatch):
+    folder = kept / record(kept, wanted, host=vars(near), provider="ssh")
+    place = Path(near.folder) / folder.name
+    for name in ("runs/first", "runs/second"):
+        (place / "outputs" / folder.name / name).mkdir(parents=True)
+        (place / "outputs" / folder.name / name / "manifest.json").touch()
+    (place / "venv/bin").mkdir(parents=True)
+    (place / "venv/bin/python").write_text(
+        '#!/bin/sh\n[ "${4%first}" = "$4" ] && echo "$4" >> asked\n'
+    )  # one has ended
+    (place / "venv/bin/python").chmod(0o755)
+    near.stop(folder.name)
+    assert (place / "asked").read_text().split() == [f"outputs/{folder.name}/runs/second"]
+    monkeypatch.setattr(Host, "state", lambda self, name: "finished")
+    with pytest.raises(RunError, match="was never pulled"):
+        launches.destroy(folder.name)
+    (folder / "sweep.json").touch()
+    assert "is deleted" in launches.destroy(folder.name)
+
+
+def test_what_would_not_be_found_again_is_not_rented_for(kept, wanted, tmp_path):
+    config = overlays.load(SMOKE, overrides={"logging.root": "elsewhere"})
+    with pytest.raises(RunError, match="elsewhere: it would not be found again"):
+        launches._folder(config, None)
+    (kept / "study/runs/one").mkdir(parents=True)
+    with pytest.raises(RunError, match="one: it would not be found again"):
+        launches._folder(overlays.load(SMOKE), kept / "study/runs/one")
+
+
 def test_a_run_that_has_finished_rents_nothing_when_its_machine_is_gone(cloud, kept, wanted, monkeypatch):
     name = record(kept, wanted, instance=7000)
     (kept / name / "manifest.json").touch()

@@ -142,9 +142,10 @@ def test_a_survey_says_why_there_are_no_offers_and_the_line_to_type_makes_the_sa
     report = launches.survey(config, 5.0, None, tmp_path)
     assert "is not installed" in report["trouble"] and launches.offered(report["offers"]).empty
     assert "no offers: vastai: is not installed" in launches.summary(report)
-    words = shlex.split(launches.line("smoke", config, 5.0))
-    params = [value for flag, value in pairwise(words) if flag == "-p"]
-    assert read_parameters(project_root() / "notebooks/01_train.ipynb", [], params)[1] == config
+    for preset in ("smoke", ""):  # a params file that starts from nothing names none
+        words = shlex.split(launches.line(preset, config, 5.0))
+        params = [value for flag, value in pairwise(words) if flag == "-p"]
+        assert read_parameters(project_root() / "notebooks/01_train.ipynb", [], params)[1] == config
 
 
 # -- the switch --------------------------------------------------------------------------------------------------------

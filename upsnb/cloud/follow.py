@@ -6,6 +6,7 @@ checkpoint that was pulled, never what it may cost: each machine's budget is wha
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ GONE = "its machine was taken away"
 
 
 class Failed(RunError):
-    """A machine was found, and nothing began to train on it."""
+    """A machine was paid for, and nothing came of it."""
 
 
 def follow(name: str, every_s: float, say: vast.Say) -> bool:
@@ -43,7 +44,9 @@ def follow(name: str, every_s: float, say: vast.Say) -> bool:
                 state = _go_on(folder, record, say)
             else:
                 state = _turn(folder, record, trained)
-            failures, trained = 0, state.startswith("running")  # not known for a while is no other state
+            trained = state.startswith("running")  # not known for a while is no other state
+            if not state.startswith("starting"):
+                failures = 0
         except launches.Spent as error:
             raise RunError(f"{name}: {error}; what was pulled is here") from None
         except RunError as error:
@@ -76,7 +79,9 @@ def _turn(folder: Path, record: dict, trained: bool) -> str:
             launches.let_go(folder, record)
             return GONE
         if found.get("actual_status") in TAKEN:
-            launches.pull(name)
+            if record["host"] is None or not _came(name):
+                launches.let_go(folder, record)
+                return GONE
             record = launches.find(name)[1]  # it may have another port now
     state = launches.host(record).state(name)
     if not state.startswith("starting"):
@@ -85,6 +90,22 @@ def _turn(folder: Path, record: dict, trained: bool) -> str:
         launches.let_go(folder, record)
         return GONE
     return state.replace("\n", ": ", 1)
+
+
+def _came(name: str) -> bool:
+    """Start a stopped instance for what lies there, and pull it; False where nothing has ever begun on it.
+
+    Raises:
+        Failed: it cannot be had. Each start costs, so that this is no trouble of a moment.
+    """
+    try:
+        launches.pull(name)
+    except RunError as error:
+        with contextlib.suppress(RunError):
+            if launches.host(launches.find(name)[1]).state(name).startswith("starting"):
+                return False
+        raise Failed(str(error)) from None
+    return True
 
 
 def _go_on(folder: Path, record: dict, say: vast.Say) -> str:

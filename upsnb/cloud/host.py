@@ -140,8 +140,15 @@ class Host:
         return self.run(script).decode(errors="replace").rstrip()
 
     def stop(self, name: str) -> None:
-        """Ask a run to finish its step, save and end."""
-        self.run(f"cd {self._place(name)}; PYTHONPATH=$PWD venv/bin/python -m upsnb stop outputs/{name}")
+        """Ask a run, or those that a study trains, to finish their step, save and end."""
+        self.run(
+            f"""cd {self._place(name)}; stopped=
+            for run in outputs/{shlex.quote(name)} outputs/{shlex.quote(name)}/runs/*; do
+                [ -e "$run/{runfolder.MANIFEST}" ] || continue
+                if PYTHONPATH=$PWD venv/bin/python -m upsnb stop "$run"; then stopped=1; fi
+            done
+            [ "$stopped" ] || {{ echo "nothing trains there -> python -m upsnb cloud status" >&2; exit 3; }}"""
+        )
 
     def pull(self, name: str, folder: Path) -> int:
         """Bring a run's folder here, what has changed since the last time; returns the bytes that came.

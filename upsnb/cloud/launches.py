@@ -175,14 +175,15 @@ def command(planned: dict, label: str, script: Path, image: str = vast.IMAGE) ->
 
 def line(preset: str, config: RunConfig, budget: float, interruptible: bool = False) -> str:
     """What to type to see what renting for these settings would do."""
-    own = overlays.difference(overlays.load(overlays.preset_path(preset)), config)
+    base = overlays.load(overlays.preset_path(preset)) if preset else RunConfig()
+    own = overlays.difference(base, config)
     given = [word for name, value in {"preset": preset, **own}.items() for word in ("-p", f"{name}={_as_yaml(value)}")]
     asked = ["--budget", f"{budget:g}", *(["--interruptible"] if interruptible else [])]
     return shlex.join(["python", "-m", "upsnb", "cloud", "launch", "01_train", *given, *asked])
 
 
 def _as_yaml(value) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def start_rented(
@@ -267,6 +268,11 @@ def _folder(config: RunConfig, resumed: Path | None) -> Path:
     Raises:
         RunError: what was resumed is still held elsewhere, or has nothing to go on from.
     """
+    usual = LoggingConfig().root
+    elsewhere = config.logging.root != usual if resumed is None else not resumed.absolute().parent.samefile(_outputs())
+    if elsewhere:
+        found = f"{resumed or config.logging.root}: it would not be found again, `cloud` looks right in {usual}"
+        raise RunError(f"{found} -> leave logging.root as it is, or move the run there")
     if resumed is None:
         return runfolder.new_folder(config.logging.name, config.logging.root)
     if held(resumed):
@@ -314,10 +320,15 @@ def _begin(host: Host, folder: Path, asked: dict, more: Iterable[str] = ()) -> N
     if goes_on:
         given = {**given, "checkpoint": {**given.get("checkpoint", {}), "resume": True}}
     elif not (folder / runfolder.MANIFEST).exists():
-        goes_on = any(path.name not in (KEPT, KNOWN) for path in folder.iterdir())
+        goes_on = _has_some(folder)
     host.send(name, yaml.safe_dump(given, sort_keys=False), folder if goes_on else None)
     host.install(name)
     host.begin(name, asked["notebook"], more)
+
+
+def _has_some(folder: Path) -> bool:
+    """Whether anything of a run or a study is here."""
+    return any(path.name not in (KEPT, KNOWN) for path in folder.iterdir())
 
 
 def _keep(folder: Path, host: Host | None, record: dict) -> None:
@@ -423,7 +434,7 @@ def destroy(name: str, sure: bool = False) -> str:
             state = ""
         if state.startswith("running"):
             raise RunError(f"{name}: trains -> python -m upsnb cloud stop {name}, or --yes to lose it")
-        if not (folder / runfolder.MANIFEST).exists() and record["host"] is not None:
+        if not _has_some(folder) and record["host"] is not None:
             raise RunError(f"{name}: was never pulled -> python -m upsnb cloud pull {name}, or --yes to lose it")
     if record["instance"] is not None:
         vast.destroy(record["instance"])

@@ -34,8 +34,9 @@ while sleep "$every"; do
     done 2>/dev/null
     if ((now >= limit - grace)) && [ ! -e warned ]; then # it saves and ends by itself
         touch warned
-        for run in */; do
-            [ -d "$run/outputs" ] && (cd "$run" && PYTHONPATH=$PWD venv/bin/python -m upsnb stop "outputs/${run%/}")
+        for own in */outputs/*/ */outputs/*/runs/*/; do # a run, or those that a study trains
+            [ -e "$own/manifest.json" ] || continue
+            (cd "${own%%/*}" && PYTHONPATH=$PWD venv/bin/python -m upsnb stop "${own#*/}")
         done
     fi
     if ((now >= limit)); then why="held for $limit s" && break; fi
