@@ -71,7 +71,7 @@ def test_panel_and_log_say_each_verdict(run):
     tell = Progress(said.append)
     for event in events:
         tell(event)
-    header = html.header(history, "run", "finished", None, run.config.stages, 0.0, None)
+    header = html.header(history, "run", "finished", None, run.config.stages, 0.0, 0.0, None)
     judged = [event for event in events if event["kind"] == "gate"]
     assert len(judged) == 2
     for event in judged:

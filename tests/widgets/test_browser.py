@@ -1,5 +1,7 @@
 """The run browser: every run is listed, and the chosen one is in its panel."""
 
+import shutil
+
 import pytest
 from test_charts import START, say, step_event
 from waiting import until
@@ -61,6 +63,23 @@ def test_chosen_run_is_kept_up_to_date(root, monkeypatch):
     browser._list.value = "old"
     browser._ipython_display_()
     try:
+        say(root / "old", *(step_event(k) for k in range(21, 31)))
+        until(lambda: "<b>30</b>" in browser.panel._head.value)
+    finally:
+        browser.close()
+
+
+def test_a_run_that_is_deleted_says_so_and_the_next_choice_is_kept_up_to_date(root, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "test")
+    monkeypatch.setattr("upsnb.widgets.browser.display", lambda value: None)
+    browser = RunBrowser(root)
+    browser._list.value = "new"
+    gone = browser.panel
+    browser._ipython_display_()
+    try:
+        shutil.rmtree(root / "new")
+        until(lambda: "the panel stopped" in gone._note.value)
+        browser._list.value = "old"
         say(root / "old", *(step_event(k) for k in range(21, 31)))
         until(lambda: "<b>30</b>" in browser.panel._head.value)
     finally:

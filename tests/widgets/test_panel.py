@@ -16,9 +16,9 @@ from test_charts import START, flip_event, say, step_event
 from waiting import until
 
 from upsnb import config as configs
-from upsnb.runs import handle, processes, runfolder
+from upsnb.runs import cost, handle, processes, runfolder
 from upsnb.runs.table import table
-from upsnb.widgets import busy_kernel, history, panel, requests
+from upsnb.widgets import busy_kernel, panel, requests
 from upsnb.widgets.panel import Panel
 
 CUDA = {"device": "cuda", "num_devices": 1, "device_name": "a GPU", "device_memory_gib": 80.0, "num_cores": 8}
@@ -379,13 +379,17 @@ def test_notes_and_tags_are_kept_with_the_run_and_seen_by_others(folder):
     assert other._notes["tags"].value == "" and other._notes["note"].value == "<twice> as wide"
 
 
-def test_price_is_of_the_time_since_launch_and_a_setting_of_the_run(folder, monkeypatch):
+def test_price_is_of_the_time_that_was_held_and_a_setting_of_the_run(folder, monkeypatch):
+    """An hour, a day without a machine, and another hour so far."""
     manifest = runfolder.read_manifest(folder)
-    say(folder, flip_event(1, 20, time=manifest["created"] + 20))
+    began = manifest["created"]
+    launches = [{"number": 0, "started": began, "ended": began + 3600}, {"number": 1, "started": began + 90_000}]
+    runfolder.update_manifest(folder, segments=launches)
+    say(folder, flip_event(1, 20, time=began + 20))
+    monkeypatch.setattr(cost, "time", SimpleNamespace(time=lambda: began + 90_000 + 3600))
     shown = Panel(handle.Run.attach(folder))
     shown.refresh()
-    now = shown.history.launched + 7200
-    monkeypatch.setattr(history, "time", SimpleNamespace(time=lambda: now))
+    assert "2 h" in shown._head.value
     assert "$" not in shown._head.value
     runfolder.update_manifest(folder, applied={"revision": 1, "overlay": {"cost.price_per_hour": 2.5}})
     shown.refresh()

@@ -40,9 +40,9 @@ def test_a_later_stage_has_a_name_and_a_clock_of_its_own(tmp_path):
     stages = StagesConfig(finetune={"epochs": 7})
     shown = History(tmp_path)
     shown.start = start
-    header = html.header(shown, "a run", "running", None, stages, 0.0, None)
+    header = html.header(shown, "a run", "running", None, stages, 0.0, 0.0, None)
     assert "<b>finetune</b>, stage 2 of 2" in header and "of 7<" in header
-    alone = html.header(shown, "a run", "running", None, StagesConfig(), 0.0, None)
+    alone = html.header(shown, "a run", "running", None, StagesConfig(), 0.0, 0.0, None)
     assert "stage" not in alone, "a run of one stage needs no name for it"
 
 

@@ -70,8 +70,8 @@ class RunBrowser:
     def _keep_up(self) -> None:
         while not self._closing.wait(INTERVAL_S):
             panel = self.panel
-            if panel is not None:
-                panel.refresh()
+            if panel is not None and not panel.is_fresh():  # its folder was deleted, say; others may be chosen next
+                self.panel = None
 
     def close(self) -> None:
         """Stop keeping the panel up to date; the runs go on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,7 +143,6 @@ class History:
     folder: Path
     start: dict = field(default_factory=dict)  # the latest `start` event
     end: dict | None = None
-    launched: float | None = None  # Unix time of the first event
     last: float = 0.0  # of the latest one
     num_launches: int = 0
     epoch: int = 0
@@ -154,7 +152,6 @@ class History:
     evaluations: list[dict] = field(default_factory=list)  # `eval` events
     best_step: int | None = None  # of the best of them
     gates: dict[str, dict] = field(default_factory=dict)  # by stage, its `gate` event
-    checkpoint: dict | None = None
     message: str = ""  # what the run said last, in words
     warnings: list[dict] = field(default_factory=list)
 
@@ -187,7 +184,6 @@ class History:
             columns = {name: np.array([_mean(e[name]) for e in telemetry]) for name in TELEMETRY_FIELDS}
             self.telemetry.append({"time": np.array([e["time"] for e in telemetry]), **columns})
         if events:
-            self.launched = self.launched or events[0]["time"]
             self.last = max(self.last, events[-1]["time"])
         return events
 
@@ -239,8 +235,6 @@ class History:
             self.gates[event["stage"] or ""] = event
         elif kind == "restored":
             self._restored[event["revision"]] = event
-        elif kind == "checkpoint":
-            self.checkpoint = event
         elif kind == "end":
             self.end, self.paused, self.relaunching = event, False, False
         elif kind == "progress":
@@ -303,12 +297,6 @@ class History:
     def cycle(self) -> int:
         """Steps in a turn of all datasets."""
         return max(len(self.start.get("datasets", ())), 1)
-
-    def wall_s(self, alive: bool) -> float:
-        """Seconds since the first launch, up to now or to the run's last word."""
-        if self.launched is None:
-            return 0.0
-        return max((time.time() if alive else self.last) - self.launched, 0.0)
 
     def progress(self) -> tuple[float, float]:
         """(share done, seconds of training left)."""

@@ -14,6 +14,8 @@ from upsnb.config import StagesConfig
 from upsnb.phases import Phase, label
 from upsnb.report import figures
 from upsnb.report.file import verdict
+from upsnb.runs import cost
+from upsnb.runs.runfolder import ALIVE
 from upsnb.widgets.history import Flip, History, letter, plain
 from upsnb.widgets.progress import duration
 
@@ -69,19 +71,20 @@ def header(
     cause: str | None,
     stages: StagesConfig,
     dollars_per_h: float,
+    held_s: float,
     compiling_s: float | None,
 ) -> str:
     """Status, ranks, place, progress and price of a run.
 
     Args:
+        held_s: for so long it has held its machine; pauses between two launches are free.
         compiling_s: for so long its processes have been compiling; None: they are not.
     """
-    start, alive = history.start, status in ("starting", "running", "stopping")
+    start = history.start
     shown = status
     if status == "running":
         shown = "relaunching" if history.relaunching else "paused" if history.paused else status
         shown = shown if compiling_s is None else f"compiling, {duration(compiling_s)}"
-    wall_s = history.wall_s(alive)
     facts = []
     if start:
         ranks, planned = start["num_ranks"], stages.planned
@@ -95,12 +98,12 @@ def header(
     if history.num_launches > 1:
         facts.append(f"launch {history.num_launches}")
     facts += (f"{escape(stage)}: {escape(verdict(gate))}" for stage, gate in history.gates.items())
-    facts.append(f"{duration(wall_s)} elapsed")
+    facts.append(f"{duration(held_s)} elapsed")
     share, left_s = history.progress()
-    if alive and math.isfinite(left_s):
+    if status in ALIVE and math.isfinite(left_s):
         facts.append(f"{duration(left_s)} left")
     if dollars_per_h > 0:
-        facts.append(f"<b>${dollars_per_h * wall_s / 3600:,.2f}</b> so far")
+        facts.append(f"<b>${cost.dollars(dollars_per_h, held_s):,.2f}</b> so far")
     if history.evaluations:
         errors = ", ".join(f"{name} {error:.3g}" for name, error in history.evaluations[-1]["val_nrmse"].items()
                            if error is not None)  # fmt: skip

@@ -19,7 +19,7 @@ from upsnb import phases
 from upsnb.config import OPERATOR, RunConfig, setting
 from upsnb.errors import ConfigError, UpsError
 from upsnb.phases import BY_NAME, EXTRAS, PHASES, Phase
-from upsnb.runs import runfolder
+from upsnb.runs import cost, runfolder
 from upsnb.runs.handle import MOST_STEPS, NOTHING, WITHIN, Run, is_headless
 from upsnb.widgets import charts, html, snapshot
 from upsnb.widgets.busy_kernel import greeting, is_old, serve_clicks
@@ -147,13 +147,17 @@ class Panel:
 
     def _keep_up(self) -> None:
         while not self._closing.wait(INTERVAL_S):
-            try:
-                self.refresh()
-            except Exception as error:  # shown where a person looks; a thread's own traceback is seen by nobody
-                self._note.value = html.note(f"the panel stopped: {type(error).__name__}: {error}", calm=False)
+            if not self.is_fresh() or self.status not in runfolder.ALIVE:
                 return
-            if self.status not in runfolder.ALIVE:
-                return
+
+    def is_fresh(self) -> bool:
+        """Refresh; what goes wrong is shown where a person looks, since a thread's own traceback is seen by nobody."""
+        try:
+            self.refresh()
+        except Exception as error:
+            self._note.value = html.note(f"the panel stopped: {type(error).__name__}: {error}", calm=False)
+            return False
+        return True
 
     # -- widgets -----------------------------------------------------------------------------------------------------
 
@@ -388,8 +392,9 @@ class Panel:
         since = [b["time"] for b in runfolder.read_heartbeats(self.run.folder).values() if b["state"] == "compiling"]
         compiling_s = time.time() - min(since) if since and self.status == "running" else None
         applied, desired = self.asking.configs()
-        price = desired.cost.price_per_hour
-        self._head.value = html.header(self.history, name, self.status, self.cause, stages, price, compiling_s)
+        price, alive = desired.cost.price_per_hour, self.status in runfolder.ALIVE
+        held_s = cost.held_s(self.run.manifest, None if alive else self.history.last)
+        self._head.value = html.header(self.history, name, self.status, self.cause, stages, price, held_s, compiling_s)
         question = self._question[0] if self._question else ""
         answer = self.history.answer(*self._awaited) if self._awaited else ""
         if compiling_s is not None:
