@@ -31,17 +31,18 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q tests/test_repository.py
 
-# Fast tests first: most mistakes show within a minute. Slow ones start processes of their own and wait for them, so
-# three at a time; notebooks compute, so two. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's
+# Fast tests first: most mistakes show within a minute. Many start processes of their own and wait for them, so three at
+# a time on fewer cores; notebooks compute, so two. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's
 # parameters; nbval's limit is one per cell, and like pytest's against hangs alone.
 # A file stays on one worker, where its tests share a run (pytest 9.2 takes xdist's groups back); in the folders' order,
 # because by the number of tests the longest files would begin last.
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((cores > 3 ? cores : 3)))
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
 test: compiler $(HOSTED) $(EXTRAS) $(VASTAI)
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow" -n auto $(BY_FILE)
+	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow" -n $(WORKERS) $(BY_FILE)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 3 $(BY_FILE) --durations=10
 	PYTHONPATH="$(CURDIR)" .extras/bin/python -m pytest -q tests/extras
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \

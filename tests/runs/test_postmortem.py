@@ -135,6 +135,11 @@ def test_a_single_ranks_own_exit_code_is_its_cause(tmp_path, exit_code, expected
     assert cause(tmp_path, exit_code, num_ranks=1) == expected
 
 
+def test_what_ranks_wrote_down_once_torchrun_was_killed_is_no_cause(tmp_path):
+    failure(tmp_path, 1, time=20.0)
+    assert cause(tmp_path, -9) == "torchrun was killed by SIGKILL"
+
+
 def test_what_a_single_rank_wrote_down_is_its_cause(tmp_path):
     failure(tmp_path, 0, time=20.0)
     assert cause(tmp_path, 1, num_ranks=1) == "rank 0 raised ValueError at step 4: boom"

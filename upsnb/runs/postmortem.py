@@ -79,14 +79,14 @@ def _cause(folder: Path, first: list[dict], exit_code: int, failures: list[dict]
     """The first thing that went wrong; other ranks fail as well once their peer is gone."""
     if said := own_death(folder, first) or last_word():
         return said
+    if exit_code < 0 and not first:  # it found no rank that had failed: they do so once it is gone
+        return f"torchrun was killed by {_signal_name(-exit_code)}"
     if failures:
         return _describe(failures[0])
     if first and first[0]["code"] < 0:
         return _killed(folder, first[0])
     if first:
         return f"rank {first[0]['rank']} ended with exit code {first[0]['code']}{_at_step(folder, first[0]['rank'])}"
-    if exit_code < 0:
-        return f"torchrun was killed by {_signal_name(-exit_code)}"
     return f"torchrun ended with exit code {exit_code}, see {runfolder.LOG}"
 
 
