@@ -15,7 +15,7 @@ from tiny_files import own_fields, well_file, write
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.config import DatasetConfig
-from upsnb.data import audit, datasets, look
+from upsnb.data import audit, datasets, look, numpy_files
 from upsnb.data.families import family_of
 from upsnb.data.source import open_source, split_samples
 from upsnb.errors import ConfigError, DataError
@@ -391,7 +391,7 @@ def test_an_array_for_each_of_many_samples_takes_neither_a_file_nor_memory_each(
         np.testing.assert_array_equal(source.read_all()[0], fields)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(source._handle(0)._unpacked) <= 4
+    assert len(source._handle(0)._unpacked) <= numpy_files.MOST_KEPT
 
 
 FEW_FRAMES = {"input_frames": 2, "output_frames": 2}

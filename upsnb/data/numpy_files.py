@@ -17,7 +17,7 @@ from upsnb.errors import DataError
 ENDINGS = (".npy", ".npz")
 ONLY = "array"  # the name of what a .npy file holds
 MOST_UNPACKED = 2**30  # bytes of a compressed array, which is read as a whole
-MOST_KEPT = 4  # unpacked arrays in memory
+MOST_KEPT = 16  # unpacked arrays in memory: more than a row names, fewer than there are samples
 
 
 class Stored(NamedTuple):
