@@ -51,7 +51,8 @@ def where(report: Mapping) -> str:
     device = report.get("settings", {}).get("training.device", hardware["device"])
     cores = f"{hardware['num_cores']} core{'s' * (hardware['num_cores'] > 1)}"
     if device == "cpu" and hardware["device"] == "cpu":
-        machine = f"{cores} of an {hardware['device_name']}"
+        without = " without bfloat16 instructions" if hardware.get("cpu_has_bf16") is False else ""
+        machine = f"{cores} of an {hardware['device_name']}{without}"
     elif device == "cpu":
         machine = f"{cores} beside {hardware['num_devices']} x {hardware['device_name']}"
     else:
