@@ -14,12 +14,12 @@ Shape letters: P pairs, N proteins, L residues, F features of a chain, M motifs.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+
+from upsnb.values import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed
 
 RESIDUES = "LAGVSERTIDPKQNFYMHWC"  # in the order of ESM's vocabulary
 HYDROPHOBICITY = dict(zip("ARNDCQEGHILKMFPSTWYV", (  # Kyte and Doolittle, doi 10.1016/0022-2836(82)90515-0
@@ -31,33 +31,35 @@ ALMOST = 1 / 3  # what a motif is worth with one residue that is another
 SPLITS = ("train", "validation", "test")
 
 
-@dataclass(frozen=True)
-class Made:
-    """What is generated; the name of its file says all of it."""
+class Made(Section):
+    """What is generated."""
 
-    num_clusters: int = 800
-    members: int = 4  # proteins of a cluster
-    num_pairs: int = 24_000
-    shortest: int = 28  # residues of a chain
-    longest: int = 46
-    sites: int = 4  # places of an ancestor where a motif stands
-    mutated: float = 0.4  # share of residues that a member draws again; a quarter of it at sites
-    tried: int = 24  # partners of which a binder takes the best; the other half of the pairs are at random
-    num_motifs: int = 6
-    width: int = 3  # residues of a motif
-    decay: float = 5.0  # distance over which an energy falls to 1/e [residues]
-    motif_share: float = 0.6  # of the variance of affinities; the rest is of single residues
+    num_clusters: PositiveInt = 800
+    members: PositiveInt = 4  # proteins of a cluster
+    num_pairs: PositiveInt = 24_000
+    shortest: PositiveInt = 28  # residues of a chain
+    longest: PositiveInt = 46
+    sites: PositiveInt = 4  # places of an ancestor where a motif stands
+    mutated: Fraction = 0.4  # share of residues that a member draws again; a quarter of it at sites
+    tried: PositiveInt = 24  # partners of which a binder takes the best; the other half of the pairs are at random
+    num_motifs: PositiveInt = 6
+    width: PositiveInt = 3  # residues of a motif
+    decay: PositiveFloat = 5.0  # distance over which an energy falls to 1/e [residues]
+    motif_share: Fraction = 0.6  # of the variance of affinities; the rest is of single residues
     mean: float = 6.0  # pKd of random pairs
-    spread: float = 1.2  # its standard deviation
-    noise: float = 0.4  # standard deviation of what is measured around the rule [pKd]
-    validation_fraction: float = 0.1  # of clusters
-    test_fraction: float = 0.1
-    seed: int = 0
+    spread: PositiveFloat = 1.2  # its standard deviation
+    noise: NonNegativeFloat = 0.4  # standard deviation of what is measured around the rule [pKd]
+    seed: Seed = 0
 
-    @property
-    def file_name(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
+    def file_name(self, held_out: tuple[float, float]) -> str:
+        """It depends on all that the file does."""
+        text = repr(([getattr(self, name) for name in sorted(Made.model_fields)], held_out))
         return f"affinity_n{self.num_pairs}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.npz"
+
+    def clusters(self, held_out: tuple[float, float]) -> tuple[int, ...]:
+        """How many of each of SPLITS."""
+        validation, test = (round(share * self.num_clusters) for share in held_out)
+        return self.num_clusters - validation - test, validation, test
 
 
 class Rule:
@@ -125,8 +127,10 @@ def make_chains(made: Made, motifs: np.ndarray, clusters: int, draw: np.random.G
     return np.array(chains, np.uint8)
 
 
-def generate(made: Made, path: Path) -> None:
+def generate(made: Made, held_out: tuple[float, float], path: Path) -> None:
     """Write proteins, pairs and affinities; a reader never sees half a file.
+
+    `held_out`: shares of clusters for validation and test.
 
     Arrays: chains (N, longest) uint8; cluster (N,) int64; pairs (P, 2) int64, two proteins of one split; split (P,)
     int8, a place in SPLITS; rule (P,) float32 pKd without noise; measured (P,) float32 with it.
@@ -134,10 +138,10 @@ def generate(made: Made, path: Path) -> None:
     rule, draw = Rule(made), np.random.default_rng((made.seed, 3))
     chains = make_chains(made, rule.motifs, made.num_clusters, draw)
     cluster = np.repeat(np.arange(made.num_clusters), made.members)
-    held_out = [round(fraction * made.num_clusters) for fraction in (made.validation_fraction, made.test_fraction)]
-    split_of = np.repeat((1, 2, 0), (*held_out, made.num_clusters - sum(held_out)))[cluster]
+    train, *others = made.clusters(held_out)
+    split_of = np.repeat((1, 2, 0), (*others, train))[cluster]
     found = []
-    for number in range(len(SPLITS)):
+    for number in np.unique(split_of):
         proteins = np.flatnonzero(split_of == number)
         every = rule.affinity(chains[proteins], chains[proteins])
         count = round(made.num_pairs * len(proteins) / len(chains))

@@ -9,6 +9,7 @@ from scipy import stats
 from upsnb.report.style import BLUE, GREY, empty_figure, label, legend, styled
 
 TOP = (1, 5, 10)  # partners that a search names
+AT_ONCE = 16_384  # pairs whose 441 products are in memory together
 
 
 def scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, float]:
@@ -45,10 +46,18 @@ def by_composition(counts: np.ndarray, partners: np.ndarray, measured: np.ndarra
         train: numbers of the pairs that may be learned from.
     """
     first, second = (np.pad(counts / 10, ((0, 0), (1, 0)), constant_values=1)[side] for side in partners.T)
-    products = np.einsum("pi,pj->pij", first, second).reshape(len(partners), -1)
-    x, mean = products[train], measured[train].mean()
-    slopes = np.linalg.solve(x.T @ x + 10.0 * np.eye(x.shape[1]), x.T @ (measured[train] - mean))
-    return products @ slopes + mean
+
+    def products(pairs: np.ndarray) -> np.ndarray:
+        return np.einsum("pi,pj->pij", first[pairs], second[pairs]).reshape(len(pairs), -1)
+
+    mean, squares, sums = measured[train].mean(), 10.0 * np.eye(21**2), 0.0
+    for some in np.array_split(train, len(train) // AT_ONCE + 1):
+        x = products(some)
+        squares += x.T @ x
+        sums += x.T @ (measured[some] - mean)
+    slopes = np.linalg.solve(squares, sums)
+    every = np.array_split(np.arange(len(partners)), len(partners) // AT_ONCE + 1)
+    return np.concatenate([products(some) @ slopes for some in every]) + mean
 
 
 @styled

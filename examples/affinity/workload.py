@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from upsnb.training import frozen, parallel, setup
 from upsnb.training.evaluation import spread
 from upsnb.training.losses import Objective
 from upsnb.training.workload import Workload
+from upsnb.values import NonNegativeFloat
 
 NAME = "binding"  # of the one dataset
 CACHE = "affinity-embeddings"
@@ -35,11 +36,10 @@ AT_ONCE = 256  # pairs predicted, or proteins encoded, at a time
 TEMPERATURE = 0.1  # of cosines in the contrastive loss
 
 
-@dataclass(frozen=True)
-class Settings:
-    """`data.workload_settings`, beside those of `Made`."""
+class Settings(Made):
+    """`data.workload_settings`."""
 
-    contrastive: float = 0.1  # weight of the contrastive loss
+    contrastive: NonNegativeFloat = 0.1  # weight of the contrastive loss
     binder: float = 7.0  # pKd from which two proteins are partners
     cache: bool = True  # keep the embeddings of a frozen encoder, where reading them is faster
 
@@ -65,6 +65,7 @@ class Proteins:
     spec: Spec
     splits: dict[str, np.ndarray]  # numbers of pairs
     made: Made
+    file_name: str
     chains: np.ndarray  # (N, L) residues
     partners: np.ndarray  # (P, 2) numbers of proteins
     measured: np.ndarray  # (P,) pKd
@@ -82,7 +83,13 @@ class Proteins:
 
     @property
     def about(self) -> dict:
-        return {"files": [self.made.file_name], "proteins": len(self.chains), "embeddings cached": bool(self.cache)}
+        return {"files": [self.file_name], "proteins": len(self.chains)}
+
+    @cached_property
+    def by_composition(self) -> np.ndarray:
+        """pKd of all pairs as a model without a network predicts them, (P,)."""
+        counts = np.stack([(self.chains == residue).sum(1) for residue in range(20)], axis=1)
+        return by_composition(counts, self.partners, self.measured, self.splits["train"])
 
     def pairs(self, split: str, calls: int = 1) -> np.ndarray:
         """(P, 2) int64: the pair's number, and 0."""
@@ -179,17 +186,12 @@ class Affinity(Workload):
 
     def __init__(self, config: RunConfig):
         super().__init__(config)
-        given, made, own = config.data.workload_settings, *({f.name for f in fields(one)} for one in (Made, Settings))
-        remedy = f"it takes {', '.join(sorted(made | own))}"
-        if unknown := given.keys() - made - own:
-            found = [Problem(f"data.workload_settings.{name}", "unknown setting", remedy) for name in sorted(unknown)]
-            raise ConfigError(found, "the workload")
-        self.made = Made(**{name: value for name, value in given.items() if name in made})
-        self.settings = Settings(**{name: value for name, value in given.items() if name in own})
+        self.settings = self.section(Settings, "data.workload_settings")
+        self.held_out = config.data.split.validation_fraction, config.data.split.test_fraction
         self.model_settings = dict(config.model.settings)
         self.weights = self.model_settings.pop("weights", "")  # file of an encoder, below the project
         self.frozen = bool(self.model_settings.get("frozen"))
-        found, made = [], self.made
+        found, made = [], self.settings
         if self.frozen and not self.weights:
             why = "freezes an encoder of random weights"
             found.append(Problem("model.settings.frozen", why, "set weights to its file"))
@@ -197,11 +199,20 @@ class Affinity(Workload):
             least = made.sites * made.width
             why = f"is {made.shortest}, and chains have {least} (sites x width) to {made.longest} residues"
             found.append(Problem("data.workload_settings.shortest", why, "set it in between"))
+        for name, share, count in zip(SPLITS, (1.0, *self.held_out), made.clusters(self.held_out)):
+            if share and not count:
+                why = f"{made.num_clusters} clusters leave none for {name}"
+                found.append(
+                    Problem("data.workload_settings.num_clusters", why, "raise it, or that share of data.split")
+                )
         if found:
             raise ConfigError(found, "the workload")
 
     def _folder(self, root: Path) -> Path:
         return root / self.config.data.root / "generated"
+
+    def _file(self, root: Path) -> Path:
+        return self._folder(root) / self.settings.file_name(self.held_out)
 
     def _weights(self, root: Path) -> Path | None:
         path = root / self.weights if self.weights else None
@@ -210,7 +221,7 @@ class Affinity(Workload):
         return path
 
     def _spec(self, mean: float = 0.0, std: float = 1.0, cached: bool = False) -> Spec:
-        return Spec(NAME, self.made.longest + 2, mean, std, self.model_settings.get("width", 64) if cached else 0)
+        return Spec(NAME, self.settings.longest + 2, mean, std, self.model_settings.get("width", 64) if cached else 0)
 
     def _model(self, datasets: Mapping[str, Proteins | Outline]) -> AffinityModel:
         try:
@@ -223,16 +234,16 @@ class Affinity(Workload):
         """The frozen encoder, and where its embeddings are cached: by hash of its weights and of the data."""
         encoder = self._model({NAME: Outline(self._spec(), 0)}).encoder.eval()
         encoder.load_state_dict(read_weights(self._weights(root), encoder))
-        key = frozen.key(encoder.state_dict(), self.made)
+        key = frozen.key(encoder.state_dict(), self._file(root).name)
         return encoder, frozen.place(self._folder(root), CACHE, key)
 
     def prepare(self, root: Path, log: Callable[[str], None]) -> None:
         """Generate the data, and keep what a frozen encoder makes of it, unless that is dearer than asking it again."""
-        path = self._folder(root) / self.made.file_name
+        path = self._file(root)
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             log(f"generating {path.name}")
-            generate(self.made, path)
+            generate(self.settings, self.held_out, path)
         if not (self.frozen and self.settings.cache):
             return
         encoder, cache = self._encoder(root)
@@ -257,7 +268,7 @@ class Affinity(Workload):
 
     def open(self, root: Path, log: Callable[[str], None]) -> dict[str, Proteins]:
         weights = self._weights(root)
-        with np.load(self._folder(root) / self.made.file_name) as file:
+        with np.load(self._file(root)) as file:
             chains, partners, split, measured, rule = (
                 file[name] for name in ("chains", "pairs", "split", "measured", "rule")
             )
@@ -266,13 +277,16 @@ class Affinity(Workload):
         cache = cache if cache is not None and cache.exists() else None
         train = measured[splits["train"]]
         spec = self._spec(float(train.mean()), float(train.std()), cache is not None)
-        return {NAME: Proteins(NAME, spec, splits, self.made, chains, partners, measured, rule, weights, cache)}
+        name = self._file(root).name
+        return {
+            NAME: Proteins(NAME, spec, splits, self.settings, name, chains, partners, measured, rule, weights, cache)
+        }
 
     def outlines(self, root: Path) -> dict[str, Outline]:
         """A cache that is not there yet is not counted on; one of another encoder is taken for its own."""
         cached = self.frozen and self.settings.cache and any(self._folder(root).glob(f"{CACHE}-*.npy"))
-        spec = self._spec(cached=cached)
-        return {NAME: Outline(spec, num_bytes(spec, self.made.num_clusters * self.made.members, self.made.num_pairs))}
+        spec, made = self._spec(cached=cached), self.settings
+        return {NAME: Outline(spec, num_bytes(spec, made.num_clusters * made.members, made.num_pairs))}
 
     def spec_from(self, values: dict) -> Spec:
         return Spec(**values)
@@ -294,6 +308,8 @@ class Affinity(Workload):
     def evaluate(self, model, datasets, split, ranks, alive, fraction=1.0, examples=None, final=False):
         """Beside the model, what the rule itself reaches on the same noisy measurements: the most that can be."""
         was_training, dataset = model.training, datasets[NAME]
+        if not len(dataset.splits[split]):
+            return {}
         model.eval()
         numbers = spread(dataset.splits[split], fraction)
         proteins = np.unique(dataset.partners[numbers])
@@ -304,9 +320,8 @@ class Affinity(Workload):
         measured, rule, chains = dataset.measured[numbers], dataset.rule[numbers], dataset.chains[proteins]
         partners = np.searchsorted(proteins, dataset.partners[numbers[measured >= self.settings.binder]])
         found = scores(predicted, measured) | recall(vectors[:, 0] @ vectors[:, 1].T, partners)
-        best = scores(rule, measured) | recall(Rule(self.made).affinity(chains, chains), partners)
-        counts = np.stack([(dataset.chains == residue).sum(1) for residue in range(20)], axis=1)
-        counted = by_composition(counts, dataset.partners, dataset.measured, dataset.splits["train"])[numbers]
+        best = scores(rule, measured) | recall(Rule(self.settings).affinity(chains, chains), partners)
+        counted = dataset.by_composition[numbers]
         if examples is not None and ranks.rank == 0:
             unfinished = examples.with_name(f".{examples.name}")
             with open(unfinished, "wb") as file:
@@ -369,7 +384,7 @@ def ensemble(folders: Iterable[Path | str], split: str = "test") -> dict[str, di
     for folder in map(Path, folders):
         workload = Affinity(configs.load(folder / runfolder.CONFIG))
         (dataset,) = workload.open(project_root(), lambda message: None).values()
-        made.add(workload.made)
+        made.add(dataset.file_name)
         found[folder.name] = predict(setup.load_model(folder), dataset, dataset.splits[split])
     if len(made) != 1:
         raise DataError(f"{', '.join(found)}: made for {len(made)} data sets -> choose runs of one")

@@ -1,16 +1,20 @@
 """Text to packed chunks of tokens in memory-mapped shards, and a small corpus for when there is no text.
 
 A chunk is a row of `context + 1` tokens of one stream of documents; beside each token stands which document of the
-chunk it is of. Documents belong to one split each. A shard is a pair of .npy files, whole whenever it is there.
+chunk it is of. Documents belong to one split each, and a shard holds one's chunks: (chunks, 2, context + 1) uint16.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
+import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -23,13 +27,13 @@ from torch import Tensor
 
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.errors import DataError
-from upsnb.values import PositiveInt, Section, Seed
+from upsnb.values import NonNegativeInt, PositiveInt, Section, Seed
 
 SPLITS = ("train", "validation", "test")
-SHARD = 2**27  # tokens of one shard at most
 PIECE = re.compile(r" ?\w+|\s|[^\w\s]")  # words with the space before them, signs
 LEARNED = 2**21  # characters that a vocabulary is taken from
-VERSION = 2  # of shards, and of what is generated
+VERSION = 3  # of shards, and of what is generated
+INDEX = "index.json"  # of a folder of shards
 DOCUMENT_END = "\f"  # in a text file; the end of a file is one as well
 
 
@@ -63,16 +67,21 @@ def sentence(draws: np.random.Generator, people: list[dict[str, str]]) -> str:
     return SENTENCES[draws.integers(len(SENTENCES))].format(**people[draws.integers(len(people))])
 
 
-def documents(seed: int) -> Iterator[str]:
-    """Documents without end: six people each, told of again and again, so that who has read more knows more."""
+def documents(seed: int, context: int = 0) -> Iterator[str]:
+    """Documents without end: six people each, told of again and again, so that who has read more knows more.
+
+    Args:
+        context: tokens that the longest are to have about as many of; a sentence has about eleven.
+    """
+    longest = max(240, context // 12)
     for number in range(2**62):
         draws = np.random.default_rng((seed, number))
-        people, count = villagers(draws, 6), int(draws.integers(20, 240))
+        people, count = villagers(draws, 6), int(draws.integers(20, longest))
         yield " ".join(sentence(draws, people) for _ in range(count))
 
 
 def texts(files: list[Path]) -> Iterator[str]:
-    """Documents of text files."""
+    """Documents of text files, one after another."""
     for file in files:
         yield from filter(str.strip, file.read_text(encoding="utf-8", errors="replace").split(DOCUMENT_END))
 
@@ -168,7 +177,7 @@ class Settings(Section):
     files: tuple[str, ...] = ()  # text files or globs of them, from the project's folder; empty: generated
     chunks: PositiveInt = 640  # generated, of all splits
     seed: Seed = 0  # of the corpus, and of which document is in which split
-    needles: PositiveInt = 6  # questions at each depth, after training
+    needles: NonNegativeInt = 6  # questions at each depth, after training
 
     def rows(self, split: tuple[float, float]) -> dict[str, int]:
         """Chunks of each split of a generated corpus."""
@@ -177,15 +186,15 @@ class Settings(Section):
 
 
 def text_files(settings: Settings, root: Path) -> list[Path]:
-    """Those that are named; none: the corpus is generated.
+    """Those that are named, each once; none: the corpus is generated.
 
     Raises:
-        DataError: none of them is there.
+        DataError: a name that no file has.
     """
-    files = [path for name in settings.files for path in sorted(root.glob(name))]
-    if settings.files and not files:
-        raise DataError(f"workload_settings.files: {', '.join(settings.files)} not found in {root} -> correct them")
-    return files
+    found = {name: sorted(glob.glob(str(root / name), recursive=True)) for name in settings.files}
+    if missing := [name for name, paths in found.items() if not paths]:
+        raise DataError(f"workload_settings.files: {', '.join(missing)} not found in {root} -> correct them")
+    return [Path(path) for path in dict.fromkeys(path for paths in found.values() for path in paths)]
 
 
 def folder_of(settings: Settings, split: tuple[float, float], root: Path, data: Path) -> Path:
@@ -195,64 +204,66 @@ def folder_of(settings: Settings, split: tuple[float, float], root: Path, data: 
     return data / f"long_context_{settings.context}_{sha256(what.encode()).hexdigest()[:10]}"
 
 
-def packed(stream: Iterator[list[int]], context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Chunks of tokens and of document numbers, (context + 1,) each; the last token of one begins the next."""
+def packed(stream: Iterator[list[int]], context: int) -> Iterator[np.ndarray]:
+    """Chunks, (2, context + 1) uint16: tokens, and numbers of documents. The last token of one begins the next."""
     tokens, owners = np.empty(0, np.uint16), np.empty(0, np.int64)
     for number, more in enumerate(stream):
         tokens = np.concatenate([tokens, np.array(more, np.uint16)])
         owners = np.concatenate([owners, np.full(len(more), number)])
         while len(tokens) > context:
-            yield tokens[: context + 1], (owners[: context + 1] - owners[0]).astype(np.uint16)
+            yield np.stack([tokens[: context + 1], (owners[: context + 1] - owners[0]).astype(np.uint16)])
             tokens, owners = tokens[context:], owners[context:]
 
 
-def write_shards(folder: Path, split: str, chunks: Iterator[tuple[np.ndarray, np.ndarray]], context: int) -> int:
-    """Chunks of a split to .npy files; how many there were."""
-    total = 0
-    while rows := list(islice(chunks, max(1, SHARD // (context + 1)))):
-        for what, values in zip(("tokens", "documents"), zip(*rows)):
-            np.save(folder / f"{split}_{total:09d}_{what}.npy", np.stack(values))
-        total += len(rows)
-    return total
-
-
 def prepare(settings: Settings, split: tuple[float, float], root: Path, data: Path, log: Callable) -> Path:
-    """Tokenise and pack what is not there yet; the folder of the shards.
+    """Tokenise and pack what is not there yet; the folder of the shards, which is whole whenever it is there.
 
     Args:
         split: shares of documents for validation and test.
         root: folder that files are named from.
         data: folder for shards.
     Raises:
-        DataError: a file that is named is not there, or the text has no whole chunk.
+        DataError: a file that is named is not there, or a split that is asked for has no whole chunk of the text.
     """
     folder, files = folder_of(settings, split, root, data), text_files(settings, root)
-    if (folder / "index.json").exists():
+    if folder.exists():
         return folder
     log(f"tokenising into {folder.name}")
     kind = TOKENIZERS[settings.tokenizer]
-    tokenizer = kind.learned(texts(files) if files else documents(settings.seed), settings.vocabulary)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder / "tokenizer.json")
-    rows, wanted = {}, settings.rows(split)
+    corpus = texts(files) if files else documents(settings.seed, settings.context)
+    tokenizer = kind.learned(corpus, settings.vocabulary)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(unfinished / "tokenizer.json")
+    content, rows, wanted = sha256((unfinished / "tokenizer.json").read_bytes()), {}, settings.rows(split)
     for number, name in enumerate(wanted):
         if files:
-            chosen = (text for n, text in enumerate(texts(files)) if split_of(n, settings.seed, split) == name)
+            chosen = (text for text in texts(files) if split_of(text, settings.seed, split) == name)
         else:
-            chosen = documents(settings.seed + 1_000_003 * (number + 1))
-        chunks = packed((tokenizer.encode(text) + [tokenizer.end] for text in chosen), settings.context)
-        rows[name] = write_shards(folder, name, chunks if files else islice(chunks, wanted[name]), settings.context)
-    if not rows["train"]:
-        raise DataError(f"workload_settings.context: the text has no {settings.context} tokens -> lower it")
-    unfinished = folder / ".index.json"
-    unfinished.write_text(json.dumps(rows))
-    unfinished.replace(folder / "index.json")  # last: the shards are whole
+            chosen = documents(settings.seed + 1_000_003 * (number + 1), settings.context)
+        chunks, rows[name] = packed((tokenizer.encode(text) + [tokenizer.end] for text in chosen), settings.context), 0
+        with (unfinished / f"{name}.bin").open("wb") as shard:
+            for chunk in chunks if files else islice(chunks, wanted[name]):
+                content.update(chunk)
+                rows[name] += shard.write(chunk) // chunk.nbytes
+    empty = [name for name, share in zip(SPLITS, (1.0, *split)) if share and not rows[name]]
+    if empty:
+        shutil.rmtree(unfinished)
+        where, remedy = ("files", "give more documents, apart by form feeds") if files else ("chunks", "raise it")
+        raise DataError(
+            f"workload_settings.{where}: nothing of {settings.context + 1} tokens for {' and '.join(empty)} -> "
+            f"{remedy}, lower workload_settings.context, or set that share of data.split to 0"
+        )
+    (unfinished / INDEX).write_text(json.dumps({"rows": rows, "content": content.hexdigest()[:16]}))
+    with contextlib.suppress(OSError):  # another run has made the same meanwhile
+        unfinished.rename(folder)
+    shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
-def split_of(document: int, seed: int, split: tuple[float, float]) -> str:
-    """Which split a document of a text is in, by its number alone."""
-    place = np.random.default_rng((seed, document)).random()
+def split_of(text: str, seed: int, split: tuple[float, float]) -> str:
+    """Which split a document is in: by what it says alone, so that one that comes twice is in one of them."""
+    place = int(sha256(f"{seed} {text}".encode()).hexdigest()[:13], 16) / 16**13
     return "validation" if place < split[0] else "test" if place < sum(split) else "train"
 
 
@@ -263,6 +274,7 @@ class TokenSpec:
     name: str
     context: int
     vocabulary: int
+    content: str = ""  # hash of tokens and tokenizer; empty: nothing is tokenised yet
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
@@ -302,25 +314,25 @@ class Corpus:
 
     @property
     def about(self) -> dict:
-        files = [path.name for path in sorted(self.folder.glob("*_tokens.npy"))]
-        return {"files": files, "context": self.spec.context, "vocabulary": self.spec.vocabulary}
+        return {key: getattr(self.spec, key) for key in ("content", "context", "vocabulary")}
+
+    def shard(self, split: str) -> np.ndarray:
+        """Chunks of a split as they lie on the disk, (chunks, 2, context + 1) uint16."""
+        shape = (self.rows[split], 2, self.spec.context + 1)
+        return np.memmap(self.folder / f"{split}.bin", np.uint16, "r", shape=shape) if shape[0] else np.empty(shape)
 
     def pairs(self, split: str, calls: int = 1) -> np.ndarray:
         """(P, 2) int64: a chunk is a training pair."""
         return np.stack([self.splits[split], np.zeros(self.rows[split], np.int64)], axis=1)
 
     def chunks(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and document numbers of chunks, (B, context + 1) int32, from the shards."""
-        found = tuple(np.empty((len(samples), self.spec.context + 1), np.int32) for _ in range(2))
-        for split, own in self.splits.items():
-            for path in sorted(self.folder.glob(f"{split}_*_tokens.npy")):
-                first = int(path.name.split("_")[1]) + (own[0] if len(own) else 0)
-                pair = (np.load(path.with_name(path.name.replace("tokens", what)), mmap_mode="r")
-                        for what in ("tokens", "documents"))  # fmt: skip
-                for values, shard in zip(found, pair):
-                    here = (samples >= first) & (samples < first + len(shard))
-                    values[here] = shard[samples[here] - first]
-        return found
+        """Tokens and document numbers of chunks, (B, context + 1) int32."""
+        found, first = np.empty((2, len(samples), self.spec.context + 1), np.int32), 0
+        for split, count in self.rows.items():
+            here = (samples >= first) & (samples < first + count)
+            found[:, here] = self.shard(split)[samples[here] - first].swapaxes(0, 1)
+            first += count
+        return tuple(found)
 
     def resident(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.from_numpy(x).to(device) for x in self.chunks(np.arange(sum(self.rows.values()))))
@@ -337,8 +349,8 @@ class Corpus:
     def unigram(self) -> np.ndarray:
         """Log-probability of each token in the training split, one added to each count, (V,)."""
         counts = np.ones(self.spec.vocabulary)
-        for path in self.folder.glob("train_*_tokens.npy"):
-            counts += np.bincount(np.load(path, mmap_mode="r").ravel(), minlength=self.spec.vocabulary)
+        for chunk in self.shard("train"):
+            counts += np.bincount(chunk[0], minlength=self.spec.vocabulary)
         return np.log(counts / counts.sum())
 
 
@@ -348,9 +360,10 @@ def opened(spec: TokenSpec, folder: Path) -> Corpus:
     Raises:
         DataError: it has not been there.
     """
-    if not (folder / "index.json").exists():
+    if not folder.exists():
         raise DataError(f"{folder} is not there -> start a run, which tokenises the text")
-    return Corpus(spec.name, folder, spec, json.loads((folder / "index.json").read_text()))
+    known = json.loads((folder / INDEX).read_text())
+    return Corpus(spec.name, folder, replace(spec, content=known["content"]), known["rows"])
 
 
 def haystack(tokenizer, context: int, depth: float, draws: np.random.Generator, choices: int):
@@ -358,12 +371,14 @@ def haystack(tokenizer, context: int, depth: float, draws: np.random.Generator, 
 
     Returns:
         at most `context` tokens, and first tokens of second names to choose from, all different, the right one first.
+        Fewer than two of these: names are no words of this tokenizer, and nothing can be asked.
     """
     asked, *others = villagers(draws, 7)
-    said: list[list[int]] = []
-    while sum(map(len, said)) < context - 48:  # room for the needle and the question
-        said.append(tokenizer.encode(" " * bool(said) + sentence(draws, others)))
-    said.insert(round(depth * len(said)), tokenizer.encode(" " + KEY.format(**asked)))
-    question = tokenizer.encode(f" {asked['name']}")
+    needle, question = (tokenizer.encode(f" {text}") for text in (KEY.format(**asked), asked["name"]))
+    said, room = [], context - len(needle) - len(question)
+    while len(more := tokenizer.encode(" " * bool(said) + sentence(draws, others))) <= room:
+        said.append(more)
+        room -= len(more)
+    said.insert(round(depth * len(said)), needle)
     places = (f" {place}" for place in (asked["place"], *draws.permutation(PLACES)))
     return [*sum(said, []), *question], [*dict.fromkeys(tokenizer.encode(place)[0] for place in places)][:choices]

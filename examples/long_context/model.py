@@ -6,6 +6,7 @@ Shape letters as in upsnb: B batch, N tokens, D width, H heads, V vocabulary.
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,11 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from upsnb.config import RunConfig
+from upsnb.errors import Problem
 from upsnb.models.network import Network
 from upsnb.models.transformer import KERNELS, rotate
+from upsnb.values import PositiveFloat, PositiveInt, Section
 
 SIZES = {  # width, blocks, heads, heads of keys and values
     "tiny": (128, 2, 2, 1),  # for a CPU, where scores cost most: few heads
@@ -69,7 +73,7 @@ class Attention(nn.Module):
 
         Args:
             starts_BN: where a document begins, whose first key has none before it.
-            mask: of `same_document`; of `same_document_blocks` where the kernel is flex.
+            mask: of `same_document`; of `same_document_blocks` where the kernel is flex; None: one document.
         """
         batch, count, _ = x_BND.shape
         q = self.query(x_BND).view(batch, count, self.heads, self.head_dim).transpose(1, 2)
@@ -81,11 +85,13 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).reshape(batch, count, -1))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-        if not isinstance(mask, Tensor):
+        if mask is not None and not isinstance(mask, Tensor):
             kernel = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
             return kernel(q, k, v, block_mask=mask, enable_gqa=True)
         backend, repeats = self.backend if self.training else "sdpa", self.heads // self.kv_heads
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        if mask is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if backend == "math":  # the scores written out
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -150,17 +156,20 @@ class Head(nn.Module):
         return F.cross_entropy(logits, targets_M.long(), ignore_index=IGNORED, reduction="none")
 
 
+class Sizes(Section):
+    """`model.settings`."""
+
+    size: Literal["tiny", "small", "medium", "large"] = "tiny"
+    theta: PositiveFloat = 10_000.0  # base of the rotary frequencies; larger for longer contexts
+    chunk: PositiveInt = 2048  # tokens whose logits are in memory together
+
+
 class Decoder(Network):
     """Tokens to logits, or to losses of the next tokens."""
 
     any_points = True  # the loss can be taken at some positions alone: training.query_sampling
 
-    def __init__(self, specs: dict, size: str = "tiny", theta: float = 10_000.0, chunk: int = 2048):
-        """
-        Args:
-            theta: base of the rotary frequencies; larger for longer contexts.
-            chunk: tokens whose logits are in memory together.
-        """
+    def __init__(self, specs: dict, size: str, theta: float, chunk: int):
         super().__init__(specs)
         dim, depth, heads, kv_heads = SIZES[size]
         longest, vocabulary = (max(getattr(spec, key) for spec in specs.values()) for key in ("context", "vocabulary"))
@@ -177,16 +186,27 @@ class Decoder(Network):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def hidden(self, tokens_BN: Tensor, documents_BN: Tensor) -> Tensor:
+    def forbids(self, config: RunConfig) -> list[Problem]:
+        found, kernel = super().forbids(config), config.operator.pdet.attention
+        if kernel == "flash":
+            why = "flash takes no mask, and documents of a chunk do not see each other"
+            found.append(Problem("operator.pdet.attention", why, "set it to sdpa, efficient, math or flex"))
+        return found
+
+    def hidden(self, tokens_BN: Tensor, documents_BN: Tensor | None = None) -> Tensor:
         """(B, N) int -> (B, N, D): what the head makes logits of.
 
         Args:
-            documents_BN: which document of its chunk each token is of.
+            documents_BN: which document of its chunk each token is of; None: all of one, and no mask is made.
         """
         x, count = self.embedding(tokens_BN), tokens_BN.shape[1]
         table = self.cos[:count], self.sin[:count]
-        flex = self.training and self.layers[0].attention.backend == "flex"
-        mask = (same_document_blocks if flex else same_document)(documents_BN)
+        mask = None
+        if documents_BN is None:
+            documents_BN = torch.zeros_like(tokens_BN)
+        else:
+            flex = self.training and self.layers[0].attention.backend == "flex"
+            mask = (same_document_blocks if flex else same_document)(documents_BN)
         starts = documents_BN != F.pad(documents_BN[:, :-1], (1, 0), value=-1)
         for block in self.layers:
             x = block(x, table, starts, mask)

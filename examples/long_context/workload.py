@@ -13,7 +13,7 @@ from torch import Tensor
 
 from examples.long_context import data
 from examples.long_context.data import Corpus, Settings, TokenBatch, TokenSpec
-from examples.long_context.model import IGNORED, Decoder, next_tokens
+from examples.long_context.model import IGNORED, Decoder, Sizes, next_tokens
 from upsnb.data.datasets import Outline
 from upsnb.data.source import thinned
 from upsnb.report import style
@@ -54,6 +54,7 @@ class LongContext(Workload):
     def __init__(self, config):
         super().__init__(config)
         self.settings = self.section(Settings, "data.workload_settings")
+        self.sizes = self.section(Sizes, "model.settings")
         self.split = config.data.split.validation_fraction, config.data.split.test_fraction
 
     def units_per_pair(self) -> int:
@@ -80,7 +81,7 @@ class LongContext(Workload):
 
     def objective(self, datasets, stage, before) -> NextToken:
         specs = {name: dataset.spec for name, dataset in datasets.items()}
-        return NextToken(Decoder(specs, **self.config.model.settings), self.config.training)
+        return NextToken(Decoder(specs, **vars(self.sizes)), self.config.training)
 
     def zeros(self, name: str, spec: TokenSpec, size: int, device=None, calls: int = 1) -> TokenBatch:
         tokens = torch.zeros(size, spec.context + 1, dtype=torch.int32, device=device)
@@ -92,6 +93,8 @@ class LongContext(Workload):
         model.eval()
         for name, corpus in datasets.items():
             chosen = corpus.splits[split]
+            if not len(chosen):
+                continue
             chosen = thinned(chosen, max(1, round(fraction * len(chosen))))
             own, unigram = [], corpus.unigram()
             for sample in chosen[ranks.rank :: ranks.world_size]:
@@ -100,8 +103,8 @@ class LongContext(Workload):
             asked = self._needles(model, corpus, ranks, alive) if final else []
             found = parallel.all_gather_objects(ranks, (own, asked))
             results[name] = _summary(corpus, sorted(row for rows, _ in found for row in rows))
-            if final:
-                results[name] |= _answered([answer for _, answers in found for answer in answers])
+            if answers := [answer for _, answers in found for answer in answers]:
+                results[name] |= _answered(answers)
         model.train(was_training)
         return results
 
@@ -112,9 +115,9 @@ class LongContext(Workload):
             alive()
             depth, draws = DEPTHS[number % len(DEPTHS)], np.random.default_rng((self.settings.seed, number))
             tokens, choices = data.haystack(tokenizer, corpus.spec.context, depth, draws, CHOICES)
-            tokens = torch.tensor([tokens], device=ranks.device)
-            hidden = model.hidden(tokens, torch.zeros_like(tokens))[:, -1:]
-            answers.append((depth, int(model.head(hidden)[0, 0, choices].argmax()) == 0, 1 / len(choices)))
+            if len(choices) > 1 and len(tokens) <= corpus.spec.context:  # else names are no words of this corpus
+                hidden = model.hidden(torch.tensor([tokens], device=ranks.device))[:, -1:]
+                answers.append((depth, int(model.head(hidden)[0, 0, choices].argmax()) == 0, 1 / len(choices)))
         return answers
 
     def figures(self, drawn) -> dict[str, Callable[[], Figure]]:
@@ -125,7 +128,10 @@ def _by_context(model: Decoder, corpus: Corpus, sample: int, unigram: np.ndarray
     """Sums of losses and numbers of tokens by how much of the document was read, in powers of two; a unigram's sum."""
     chunk = [torch.from_numpy(part).to(device) for part in corpus.chunks(np.array([sample]))]
     tokens, documents, targets = next_tokens(*chunk)
-    losses = model.head(model.hidden(tokens, documents), targets, mean=False)[0].double().cpu().numpy()
+    lengths = torch.bincount(documents[0]).tolist()  # one by one: a mask of a whole chunk has N^2 elements
+    parts = zip(tokens.split(lengths, dim=1), targets.split(lengths, dim=1))
+    losses = torch.cat([model.head(model.hidden(of), next_of, mean=False)[0] for of, next_of in parts])
+    losses = losses.double().cpu().numpy()
     targets, owner = targets[0].cpu().numpy(), documents[0].cpu().numpy()
     known = targets != IGNORED
     read = 1 + np.arange(len(owner)) - np.searchsorted(owner, owner)
@@ -157,7 +163,7 @@ def _summary(corpus: Corpus, rows: list[tuple]) -> dict:
 
 
 def _answered(answers: list[tuple[float, bool, float]]) -> dict:
-    right = {depth: [found for at, found, _ in answers if at == depth] for depth in DEPTHS}
+    right = {depth: [found for at, found, _ in answers if at == depth] for depth in sorted({at for at, *_ in answers})}
     _, found, chance = (float(np.mean(part)) for part in zip(*answers))
     told = {"depth": list(right), "right": [float(np.mean(some)) for some in right.values()], "chance": chance}
     return {"needles_right": found, "needle": told}

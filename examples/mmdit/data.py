@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from upsnb.errors import DataError
+
 COLOURS = {"red": (0.9, 0.15, 0.15), "green": (0.15, 0.75, 0.2), "blue": (0.2, 0.35, 0.95), "yellow": (0.95, 0.85, 0.1)}
 SHAPES = ("circle", "square", "triangle")
 NUMBERS = ("a", "two", "three", "four")
@@ -97,8 +99,16 @@ def render(things: tuple[Thing, ...], background: float, size: tuple[int, int]) 
 
 
 def encode(caption: str) -> list[int]:
-    """Token ids of a caption, filled up to LENGTH."""
+    """Token ids of a caption, filled up to LENGTH.
+
+    Raises:
+        DataError: it has other words than the pictures are told in, or more.
+    """
     words = caption.split()
+    if unknown := [word for word in words if word not in WORDS]:
+        raise DataError(f"{caption!r}: {', '.join(unknown)} is no word of {', '.join(WORDS[2:])} -> use those")
+    if len(words) > LENGTH:
+        raise DataError(f"{caption!r} has {len(words)} words, and captions have at most {LENGTH} -> say less")
     return [WORDS.index(word) for word in words] + [0] * (LENGTH - len(words))
 
 

@@ -64,6 +64,7 @@ class Bucket:
     splits: dict[str, np.ndarray]
     pictures: np.ndarray  # (N, C, H, W) uint8
     tokens: np.ndarray  # (N, L) int64
+    seed: int  # of both
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +72,8 @@ class Bucket:
 
     @property
     def about(self) -> dict:
-        return {"size": list(self.spec.size), "words": len(data.WORDS)}
+        known = {"size": list(self.spec.size), "words": len(data.WORDS)}
+        return known | {"pictures": len(self.pictures), "seed": self.seed}
 
     def pairs(self, split: str, calls: int = 1) -> np.ndarray:
         samples = self.splits[split]
@@ -162,7 +164,8 @@ class TextToPicture(Workload):
             pictures, tokens = data.generate(self.settings.pictures, size, self.settings.seed)
             some = pictures[thinned(splits["train"], 1000)] / 255
             mean, std = (tuple(each((0, 2, 3)).tolist()) for each in (some.mean, some.std))
-            found[name] = Bucket(name, BucketSpec(name, size, mean, std), splits, pictures, tokens)
+            spec = BucketSpec(name, size, mean, std)
+            found[name] = Bucket(name, spec, splits, pictures, tokens, self.settings.seed)
         return found
 
     def outlines(self, root: Path) -> dict[str, Outline]:

@@ -35,13 +35,13 @@ SMALL = {
     "sites": 2,
     "num_motifs": 3,
     "tried": 8,
-    "validation_fraction": 0.2,
-    "test_fraction": 0.2,
 }
+HELD_OUT = (0.2, 0.2)
 BASE = {
     "workload": "examples/affinity/workload.py:Affinity",
     "workload_settings": SMALL,
     "data.datasets": {},
+    "data.split": dict(zip(("validation_fraction", "test_fraction"), HELD_OUT)),
     "model.settings": {"width": 16, "head_width": 16, "search_width": 8},
     "training": {"device": "cpu", "threads_per_rank": 1, "batch_size": 16},
     "optimizer": {"lr": 2e-3, "muon_lr": 4e-3},
@@ -81,8 +81,8 @@ def made() -> Made:
 
 @pytest.fixture(scope="module")
 def arrays(made, tmp_path_factory) -> dict[str, np.ndarray]:
-    path = tmp_path_factory.mktemp("made") / made.file_name
-    data.generate(made, path)
+    path = tmp_path_factory.mktemp("made") / made.file_name(HELD_OUT)
+    data.generate(made, HELD_OUT, path)
     assert list(path.parent.iterdir()) == [path], "nothing unfinished is left"
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
@@ -182,10 +182,10 @@ def test_no_protein_is_like_one_of_another_split(arrays):
 
 
 def test_a_file_is_named_by_all_that_it_depends_on_and_made_again_alike(made, arrays, tmp_path):
-    assert (
-        len({Made(**{**SMALL, **other}).file_name for other in ({}, {"seed": 1}, {"noise": 0.5}, {"decay": 6.0})}) == 4
-    )
-    data.generate(made, tmp_path / "again.npz")
+    others = ({}, {"seed": 1}, {"noise": 0.5}, {"decay": 6.0})
+    names = {Made(**{**SMALL, **other}).file_name(HELD_OUT) for other in others}
+    assert len(names | {made.file_name((0.1, 0.2))}) == 5
+    data.generate(made, HELD_OUT, tmp_path / "again.npz")
     with np.load(tmp_path / "again.npz") as file:
         assert all(np.array_equal(file[name], values) for name, values in arrays.items())
     assert len(np.unique(arrays["pairs"], axis=0)) == len(arrays["pairs"])
@@ -472,7 +472,7 @@ def test_embeddings_from_the_cache_are_what_the_encoder_says(frozen_setup, monke
     pays(monkeypatch)
     cached, plain = frozen_setup(), frozen_setup(**{"data.workload_settings.cache": False})
     dataset, uncached = cached.datasets["binding"], plain.datasets["binding"]
-    assert dataset.about["embeddings cached"] and not uncached.about["embeddings cached"]
+    assert dataset.cache and not uncached.cache and dataset.about == uncached.about, "both are judged by the same data"
     assert dataset.spec.embedded == 16 and dataset.num_bytes > uncached.num_bytes
     numbers = dataset.splits["test"]
     np.testing.assert_allclose(
@@ -498,6 +498,7 @@ def test_a_cache_is_of_its_weights_and_its_data(frozen_setup, monkeypatch):
     assert again == first and first.read_bytes() == before
     other = frozen_setup(2).datasets["binding"].cache
     assert other != first and other.read_bytes() != before
+    assert first.read_bytes() == before, "a run of the other encoder may be reading it"
     reseeded = frozen_setup(2, **{"data.workload_settings.seed": 5}).datasets["binding"].cache
     assert reseeded not in (first, other)
 
@@ -541,8 +542,14 @@ def test_freezing_random_weights_or_naming_none_that_are_there_is_refused(setup,
         setup(**{"model.settings.weights": str(tmp_path / "none.pt"), "model.settings.frozen": True})
     with pytest.raises(ConfigError, match=r"shortest: is 5, and chains have 6 \(sites x width\) to 18 residues"):
         setup(**{"data.workload_settings.shortest": 5})
-    with pytest.raises(ConfigError, match="data.workload_settings.motif: unknown setting -> it takes binder, cache"):
+    with pytest.raises(
+        ConfigError, match="data.workload_settings.motif: Extra inputs .* the settings are num_clusters"
+    ):
         setup(**{"data.workload_settings.motif": 3})
+    with pytest.raises(ConfigError, match="data.workload_settings.noise: Input should be greater"):
+        setup(**{"data.workload_settings.noise": -0.1})
+    with pytest.raises(ConfigError, match="num_clusters: 2 clusters leave none for validation"):
+        setup(**{"data.workload_settings.num_clusters": 2})
     with pytest.raises(ConfigError, match="model.settings: .*depth.* -> see AffinityModel"):
         setup(**{"model.settings.depth": 3})
 
@@ -598,6 +605,13 @@ def test_an_ensemble_predicts_the_mean_of_its_runs(run, shared, train_here):
     train_here(other, shared / "other")
     with pytest.raises(DataError, match="run, other: made for 2 data sets -> choose runs of one"):
         ensemble([run, shared / "other"])
+
+
+def test_a_share_that_is_set_to_nothing_is_evaluated_as_nothing(config, train_here, tmp_path):
+    events = train_here(config(**{"data.split.validation_fraction": 0.0}), tmp_path / "run")
+    assert events[-1]["kind"] == "end" and events[-1]["reason"] == "epochs"
+    held_out = workload.Affinity(config(**{"data.split.test_fraction": 0.5})).settings.clusters((0.2, 0.5))
+    assert held_out == (9, 6, 15)
 
 
 def test_killed_and_continued_a_run_ends_with_the_same_weights(config, train_here, tmp_path):

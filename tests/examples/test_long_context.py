@@ -1,5 +1,6 @@
 """A language model of long documents: what attends to what, losses in pieces, and all that a run of fields has."""
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from examples.long_context import data
-from examples.long_context.data import TOKENIZERS, Settings, documents, haystack, packed, prepare
+from examples.long_context.data import PIECE, TOKENIZERS, Settings, TokenSpec, documents, haystack, packed, prepare
 from examples.long_context.model import IGNORED, next_tokens
+from examples.long_context.workload import _by_context
 from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError, DataError
 from upsnb.memory import measure
@@ -72,7 +74,7 @@ def test_any_text_comes_back_from_its_tokens(kind, text, tmp_path):
 def test_chunks_hold_every_token_once_as_a_target_and_know_its_document():
     lengths = [5, 1, 40, 17, 3, 90]
     stream = [[number] * length for number, length in enumerate(lengths)]
-    tokens, owners = (np.stack(part) for part in zip(*packed(iter(stream), context=16)))
+    tokens, owners = np.stack(list(packed(iter(stream), context=16))).swapaxes(0, 1)
     flat = sum(stream, [])
     assert tokens[:, 1:].ravel().tolist() == flat[1 : 1 + 16 * len(tokens)]
     assert (tokens[1:, 0] == tokens[:-1, -1]).all() and len(tokens) == (len(flat) - 1) // 16
@@ -88,19 +90,75 @@ def test_no_document_of_a_text_is_in_two_splits(tmp_path):
     folder = prepare(settings, (0.2, 0.2), tmp_path, tmp_path / "data", lambda message: None)
     tokenizer, seen = TOKENIZERS["words"].load(folder / "tokenizer.json"), {}
     for split in ("train", "validation", "test"):
-        tokens = np.load(folder / f"{split}_000000000_tokens.npy")
+        tokens = np.fromfile(folder / f"{split}.bin", np.uint16).reshape(-1, 2, 33)[:, 0]
         seen[split] = set(tokens.ravel().tolist()) & {tokenizer.numbers.get(f" {n}", -1) for n in range(300, 420)}
         assert len(seen[split]) > 5
     assert not (seen["train"] & seen["test"] or seen["train"] & seen["validation"] or seen["validation"] & seen["test"])
 
 
 def test_files_that_are_not_there_and_settings_that_nobody_knows_are_refused(config, tmp_path):
-    with pytest.raises(DataError, match="nowhere.txt not found"):
-        prepare(Settings(files=("nowhere.txt",)), (0.1, 0.1), tmp_path, tmp_path, lambda message: None)
+    (tmp_path / "one.txt").write_text("one document " * 300)
+    for files, said in (
+        (("one.txt", "nowhere.txt"), "files: nowhere.txt not found"),
+        (("*.txt",), "for .* -> give more"),
+    ):
+        with pytest.raises(DataError, match=said):
+            prepare(Settings(context=64, files=files), (0.1, 0.1), tmp_path, tmp_path / "data", lambda message: None)
+    assert not list(tmp_path.glob("data/*")), "nothing unfinished is left"
     with pytest.raises(ConfigError, match="contxt: Extra inputs are not permitted -> the settings are context"):
         predict(config(**{"data.workload_settings.contxt": 3}))
+    with pytest.raises(
+        ConfigError, match="model.settings.depth: Extra inputs are not permitted -> .* size, theta, chunk"
+    ):
+        predict(config(**{"model.settings.depth": 3}))
+    with pytest.raises(ConfigError, match="flash takes no mask"):
+        Setup.build(config(**{"operator.pdet.attention": "flash"}), tmp_path, Ranks(), lambda message: None)
     with pytest.raises(ConfigError, match="is a stage of fields"):
         config(**{"stages.finetune.epochs": 1})
+
+
+def test_a_text_that_comes_twice_or_grows_keeps_its_documents_in_their_splits(tmp_path):
+    """A run that goes on with more text must not test what it has trained on."""
+    about = [f"{number} " * 40 for number in range(300, 400)]
+    split = (0.2, 0.2)
+    where = {text: data.split_of(text, 0, split) for text in about}
+    assert {*where.values()} == {"train", "validation", "test"}
+    (tmp_path / "a.txt").write_text(data.DOCUMENT_END.join(about))
+    settings = Settings(context=32, vocabulary=400, files=("a.txt", "*.txt", str(tmp_path / "a.txt")))
+    assert data.text_files(settings, tmp_path) == [tmp_path / "a.txt"]
+    folder = prepare(settings, split, tmp_path, tmp_path / "data", lambda message: None)
+    first = data.opened(TokenSpec("text", 32, 400), folder)
+    (tmp_path / "a.txt").touch()
+    again = prepare(settings, split, tmp_path, tmp_path / "data", lambda message: None)
+    assert again != folder and data.opened(TokenSpec("text", 32, 400), again).about == first.about
+    (tmp_path / "a.txt").write_text(data.DOCUMENT_END.join(["more", *about]))
+    more = prepare(settings, split, tmp_path, tmp_path / "data", lambda message: None)
+    assert data.opened(TokenSpec("text", 32, 400), more).about != first.about
+
+
+def test_documents_are_as_long_as_the_context_they_are_for():
+    """What is farther away than any document is long would never be looked for."""
+    longest = max(len(PIECE.findall(text)) for text in islice(documents(0, 32_768), 40))
+    assert longest > 20_000
+
+
+@pytest.mark.parametrize("words", ["names are none of its words", "a few words"])
+def test_a_run_on_own_text_is_evaluated_whatever_its_words_are(config, train_here, tmp_path, words):
+    """A needle of names that are spelt in bytes is five times as long, and may be no question at all."""
+    text = tmp_path / "own.txt"
+    text.write_text(data.DOCUMENT_END.join(f"{words} {number} " * 30 for number in range(200)))
+    given = {"files": [str(text)], "needles": 3, "context": 96}
+    folder = tmp_path / "run"
+    events = train_here(config(**{"data.workload_settings": given}), folder)
+    (found,) = figures.read_evaluation(folder, events)["datasets"]["text"].values()
+    assert found["error"] > 1 and "needles_right" not in found
+    drawn = figures.RunFigures.of(handle.Run.attach(folder)).all()
+    assert "perplexity_text" in drawn and drawn["perplexity_text"]()
+
+
+def test_a_share_of_nothing_is_evaluated_as_nothing(config, train_here, tmp_path):
+    events = train_here(config(**{"data.split.validation_fraction": 0.0}), tmp_path / "run")
+    assert events[-1]["kind"] == "end" and events[-1]["reason"] == "epochs"
 
 
 def test_a_question_has_one_answer_in_its_haystack():
@@ -135,6 +193,19 @@ def test_a_document_is_read_the_same_wherever_it_lies_in_a_chunk(setup):
     tokens, owner = chunk(20, 30, 25)
     alone = model(tokens[:, 20:50], owner[:, :30] * 0)
     assert torch.allclose(model(tokens, owner)[:, 20:50], alone, atol=1e-4)
+    assert torch.allclose(model.head(model.hidden(tokens[:, 20:50])), alone, atol=1e-4), "no mask is needed for one"
+
+
+def test_a_chunk_is_evaluated_document_by_document_as_it_is_as_a_whole(setup):
+    made = setup()
+    (corpus,) = made.datasets.values()
+    sample = next(n for n in range(40) if corpus.chunks(np.array([n]))[1].max() > 0)
+    model = made.model.eval()
+    tokens, owner, targets = next_tokens(*map(torch.from_numpy, corpus.chunks(np.array([sample]))))
+    with torch.no_grad():
+        whole = float(model.head(model.hidden(tokens, owner), targets, mean=False).sum())
+        losses, counts, _ = _by_context(model, corpus, sample, corpus.unigram(), "cpu")
+    assert losses.sum() == pytest.approx(whole, rel=1e-5) and counts.sum() == (targets != IGNORED).sum()
 
 
 def test_the_first_token_of_a_document_is_nobodys_target():

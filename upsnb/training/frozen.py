@@ -101,6 +101,14 @@ def place(folder: Path, name: str, of: str) -> Path:
     return folder / f"{name}-{of}.npy"
 
 
+def discard_others(path: Path) -> None:
+    """Remove files of the same name with another key: for a folder that no other run reads from."""
+    name, _, _ = path.stem.rpartition("-")
+    for stale in path.parent.glob(f"{name}-*.npy"):
+        if stale != path and stale.stem.rpartition("-")[0] == name:  # and not of one whose name begins so
+            stale.unlink()
+
+
 def tried(compute: Compute, rows: int, at_once: int, folder: Path, device: torch.device | str) -> Costs:
     """What computing and reading costs here, by trial on the first rows."""
     numbers = np.arange(min(at_once, rows))
@@ -130,17 +138,10 @@ def _middle(call: Callable[[], object], device: torch.device | str) -> float:
 
 
 def build(path: Path, compute: Compute, rows: int, at_once: int, log: Callable[[str], None]) -> Rows:
-    """Compute all rows into a file, or open the one that is there; one process does this while others wait.
-
-    Files of the same name with another key are of no use any more and go.
-    """
+    """Compute all rows into a file, or open the one that is there; one process does this while others wait."""
     if path.exists():
         return Rows(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    name, _, _ = path.stem.rpartition("-")
-    for stale in path.parent.glob(f"{name}-*.npy"):
-        if stale.stem.rpartition("-")[0] == name:  # and not of one whose name begins so
-            stale.unlink()
     unfinished, values, told_s = path.with_name(f".{path.name}"), None, time.monotonic()
     for start in range(0, rows, at_once):
         found = compute(np.arange(start, min(start + at_once, rows))).cpu().numpy()

@@ -249,15 +249,15 @@ def _verdict(phase: Phase, objective: Objective, config: RunConfig, machine: Har
     for kind, asked in ((phases.DOES_NOT_APPLY, model.lacks), (phases.REFUSED, model.forbids)):
         if new := [problem for problem in asked(on) if problem not in asked(without)]:
             return Verdict(kind, "; ".join(problem.found for problem in new))
-    return _partly(phase.name, model, on, hardware.resolve_device(on, machine) == "cuda")
+    return _partly(phase.name, objective, on, hardware.resolve_device(on, machine) == "cuda")
 
 
-def _partly(name: str, model: Surrogate, on: RunConfig, is_cuda: bool) -> Verdict:
+def _partly(name: str, objective: Objective, on: RunConfig, is_cuda: bool) -> Verdict:
     """Of a phase that may be switched on: what of the model it acts on."""
-    training = on.training
+    model, training = objective.model, on.training
+    as_one = objective.GRAPHS and is_cuda and training.num_gpus == 1 and not training.use_fsdp2  # compiling.as_a_whole
     if name == "no_sync" and (training.num_gpus == 1 or training.accum_steps == 1):
         return Verdict(phases.DOES_NOT_APPLY, "it is for several ranks and several microbatches a step")
-    as_one = is_cuda and training.num_gpus == 1 and not training.use_fsdp2  # as of compiling.as_a_whole
     if name == "activation_checkpointing" or (name == "compile" and model.compiled() and not as_one):
         parts = model.compiled() if name == "compile" else model.blocks()
         counts = Counter(type(part).__name__.removeprefix("FSDP") for part in parts)

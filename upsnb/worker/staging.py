@@ -103,6 +103,7 @@ def _forecasts(
     if why and not path.exists():
         return {"on": False, "why": why, **known}, None
     began = time.perf_counter()
+    frozen.discard_others(path)
     frozen.build(path, compute, len(pairs), size, log)
     return {"on": True, "why": "", **known, "build_s": round(time.perf_counter() - began, 3)}, path
 
