@@ -155,3 +155,15 @@ def test_averaging_that_starts_late_starts_from_the_loaded_weights(tiny_setup):
     new = tiny_setup(**{"training.ema_decay": 0.9})
     new.load_state_dict(old.state_dict())
     assert all(torch.equal(average, p) for average, p in zip(new.ema.average, new.model.parameters()))
+
+
+def test_data_that_changed_since_the_checkpoint_are_told_and_the_same_are_not(tiny_config, train_here, tmp_path):
+    settings = {"stages.operator.epochs": 1, "checkpoint.resume": True}
+    train_here(tiny_config(**settings), tmp_path)
+    settings["stages.operator.epochs"] = 2
+    for changes, told in (({}, []), ({"data.datasets.advection.num_samples": 10}, ["output_mean", "output_std"])):
+        events = train_here(tiny_config(**settings, **changes), tmp_path)
+        settings["stages.operator.epochs"] += 1
+        warnings = [event["message"] for event in events if event["kind"] == "warning"]
+        found = [message for message in warnings if "changed since" in message]
+        assert bool(found) == bool(told) and all(word in message for word in told for message in found), warnings

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,6 +309,27 @@ def load(
         tensors = checkpoint_shards.read(chosen.path, chosen.files, room, group, alone=not together)
         state = checkpoint_shards.merge(tensors, plain)
     return {**state, "name": chosen.path.name, "passed_over": list(chosen.passed_over)}
+
+
+def doubts(state: Mapping, datasets: Mapping[str, Any]) -> Iterator[str]:
+    """What whoever goes on from a loaded state should know: newer checkpoints that are damaged, data that are others.
+
+    A file that has changed since has other means and vocabularies, which the weights were not trained with.
+    """
+    for damage in state["passed_over"]:
+        yield f"checkpoint {damage} -> resuming from {state['name']}"
+    for name in datasets.keys() & state["specs"].keys():
+        saved, now = state["specs"][name], json.loads(json.dumps(vars(datasets[name].spec)))
+        if changed := sorted(key for key in saved.keys() & now.keys() if not _alike(saved[key], now[key])):
+            what = f"dataset {name}: {', '.join(changed)} changed since {state['name']} was saved"
+            yield f"{what}, so its data did -> go on only if that is meant, else give the old data or start a new run"
+
+
+def _alike(first: Any, second: Any) -> bool:
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_alike, first, second))
+    numbers = isinstance(first, float) and isinstance(second, float)  # sums of other machines round otherwise
+    return math.isclose(first, second, rel_tol=1e-3, abs_tol=1e-6) if numbers else first == second
 
 
 def _fault(path: Path) -> str | None:

@@ -148,8 +148,8 @@ class Loop:
             saved = configs.parse(state["config"], "the checkpoint's config").training
             self.position.find(saved.batch_size * saved.num_gpus, self.setup.loader.schedule)
         self.saver.last = state["name"]
-        for damage in state["passed_over"] if self.ranks.rank == 0 else ():
-            self._warn(f"checkpoint {damage} -> resuming from {state['name']}")
+        for doubt in checkpoint.doubts(state, self.setup.datasets) if self.ranks.rank == 0 else ():
+            self._warn(doubt)
         self._report_progress(f"resumed at step {self.position.step}")
 
     def _announce(self) -> None:
