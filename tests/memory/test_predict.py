@@ -141,6 +141,24 @@ def test_sharding_divides_what_ranks_share_and_adds_what_they_gather(tiny_config
     assert kinds["parameters"] / 4 < sharded["parameters"] < 1.5 * kinds["parameters"]
 
 
+def test_what_is_gathered_is_the_largest_unit_that_is_sharded_and_not_the_largest_block(tiny_config):
+    """In 3-D an encoder's kernel is larger than blocks are."""
+    wide = {"operator.pdet.depth": 1, "operator.pdet.mlp_ratio": 0.5, "latent.dim": 256, "operator.pdet.hidden_dim": 16}
+    wide |= {"operator.pdet.num_heads": 1, "training.num_gpus": 2, "training.use_fsdp2": True}
+    predictor = Predictor(tiny_config(("darcy",), **wide))
+    model = predictor._rehearsal.setup.model
+    (block,) = model.blocks()
+    sizes = [sum(p.nbytes for p in part.parameters()) for part in (block, *model.parts()["darcy"])]
+    assert max(sizes) > sizes[0] and predictor._gathered_bytes() >= 3 * max(sizes)
+
+
+def test_gradients_that_are_summed_up_before_they_are_sent_lie_beside_what_sends_them(tiny_config):
+    several = {"training.num_gpus": 2, "training.accum_steps": 2}
+    apart, together = (predict(tiny_config(**several, **{"training.no_sync": on})) for on in (True, False))
+    difference = apart.account.by_kind()["gradients"] - together.account.by_kind()["gradients"]
+    assert 0.9 < difference / together.account.by_kind()["parameters"] < 1, "all but buffers"
+
+
 def test_several_ranks_keep_their_gradients_from_the_start(tiny_config):
     account = predict(tiny_config(**{"training.num_gpus": 2})).account
     gradients = account.timeline()[1][:, KINDS.index("gradients")]

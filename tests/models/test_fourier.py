@@ -7,7 +7,7 @@ import torch
 
 from upsnb import overlays
 from upsnb.errors import ConfigError
-from upsnb.models.fourier import Propagator, product
+from upsnb.models.fourier import Propagator, convolve, matrices, product
 from upsnb.models.geometry import grid_points
 
 DIFFUSION = 0.02
@@ -25,6 +25,26 @@ def test_the_product_in_real_numbers_is_the_one_of_complex_matrices_gradients_in
         torch.autograd.grad((y * weight).real.sum(), (waves, spectral)) for y in (product(waves, spectral), right)
     )
     torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize(("shape", "modes"), [((16,), 5), ((9,), 4), ((8,), 5), ((12, 16), 4), ((8, 8, 6), 4)], ids=str)
+def test_what_no_real_field_has_is_taken_out_before_the_way_back_which_a_cpu_does_anyway(shape, modes, monkeypatch):
+    """On CUDA it changes the result; (8,) and (8, 8, 6) keep the shortest wave of their last axis, too."""
+    draws, kept, given = torch.Generator().manual_seed(0), (*(4,) * (len(shape) - 1), modes), []
+    spectral = matrices(3, 2, kept, lambda *sizes: torch.randn(*sizes, generator=draws))
+    x, axes = torch.randn(2, 3, *shape, generator=draws), tuple(range(2, 2 + len(shape)))
+    back = torch.fft.irfft
+    monkeypatch.setattr(torch.fft, "irfft", lambda waves, **how: given.append(waves.detach()) or back(waves, **how))
+    found = convolve(x, spectral, kept)
+    # by one call, as a CPU does it
+    waves = torch.fft.rfftn(x, dim=axes, norm="forward")
+    chosen = torch.meshgrid(*(torch.arange(-m, m) for m in kept[:-1]), torch.arange(modes), indexing="ij")
+    low = [torch.fft.ifftshift(index, dim=tuple(range(len(shape) - 1))) for index in chosen]
+    made = torch.zeros(2, 2, *waves.shape[2:], dtype=waves.dtype)
+    made[(..., *low)] = product(waves[(..., *low)], spectral)
+    torch.testing.assert_close(found, torch.fft.irfftn(made, s=shape, dim=axes, norm="forward"))
+    imaginary = given[0].imag.flatten(0, -2).abs().amax(0)
+    assert [bool(size == 0) for size in imaginary] == [2 * turns in (0, shape[-1]) for turns in range(modes)]
 
 
 def cells(*sizes):

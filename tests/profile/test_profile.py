@@ -8,7 +8,7 @@ from figure_checks import check
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upsnb import hardware, phases, spans
+from upsnb import hardware, overlays, phases, spans
 from upsnb.errors import RunError
 from upsnb.profile import figures, flops, recorder, report, trace
 from upsnb.runs import handle, runfolder
@@ -173,6 +173,14 @@ def test_bytes_of_products_are_those_counted_by_hand_without_attention_s_scores(
     q, k, v = (torch.randn(1, 1, 64, 8, requires_grad=True) for _ in range(3))
     scores = 4 * 64 * 64
     assert flops.count_bytes(lambda: nn.functional.scaled_dot_product_attention(q, k, v).square().sum()) < 2 * scores
+
+
+def test_attention_is_counted_wherever_a_model_calls_it():
+    """Torch has no formula of the kernel that a CPU takes, and everything is counted on one."""
+    q, k, v = (torch.randn(2, 3, 64, 8, requires_grad=True) for _ in range(3))
+    product = 2 * 2 * 3 * 64 * 64 * 8  # scores, and their mean of the values; backward makes the scores again
+    found = flops.count(lambda: nn.functional.scaled_dot_product_attention(q, k, v).square().sum())
+    assert found == (2 + 5) * product
 
 
 def test_operations_grow_with_the_batch_and_not_with_how_a_step_is_carried_out(tiny_setup):
@@ -341,6 +349,9 @@ def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):
     assert report.bytes_per_step(parameters, halved, 4) == 0.75 * 4 * 1400
     sharded = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3, "training.use_fsdp2": True})
     assert report.bytes_per_step(parameters, sharded, 4) == 0.75 * (3 * 2 * 4 * 1200 + 4 * 1400)
+    unrolled = overlays.apply(sharded, {"stages.finetune.epochs": 1, "stages.finetune.unroll": 5})
+    assert report.bytes_per_step(parameters, unrolled, 4, "finetune") == 0.75 * (5 * 3 * 2 * 4 * 1200 + 4 * 1400)
+    assert report.bytes_per_step(parameters, unrolled, 4) == report.bytes_per_step(parameters, sharded, 4)
 
 
 def test_the_kept_profile_can_be_drawn_again_on_one_rank_and_on_two():

@@ -1,5 +1,7 @@
 """Training through several calls in a row: what a step minimises, how it grows, and what it takes."""
 
+import types
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from upsnb.models.ups import UPS
 from upsnb.profile.flops import flops_per_microbatch
 from upsnb.report import results
 from upsnb.runs import handle
-from upsnb.training import stages
+from upsnb.training import compiling, stages
 from upsnb.training.losses import relative_error
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, load_model
@@ -86,10 +88,11 @@ def test_the_operator_before_it_trains_on_one_call(tiny_setup):
 def test_more_calls_are_asked_for_while_it_trains(setup):
     made = setup(2)
     made.set_learning_rate(1.0)
-    pairs = len(made.loader.schedule.pairs["advection"])
+    pairs, fields = len(made.loader.schedule.pairs["advection"]), made.loader.reader.fields
     made.update(made.config.model_copy(update={"stages": _with_unroll(made.config.stages, 4)}))
     assert made.objective.calls == 4
     assert batch_of(made, "advection").targets.shape[1] == 8
+    assert made.loader.reader.fields is fields, "the data lie there already"
     assert len(made.loader.schedule.pairs["advection"]) < pairs
     loss, _, _ = made.step(made.loader.peek(), 0)
     assert loss.isfinite()
@@ -176,3 +179,15 @@ def test_its_settings_are_those_of_every_stage_and_one_more():
     own = {path.removeprefix("stages.finetune.") for path in paths if path.startswith("stages.finetune.")}
     operator = {path.removeprefix("stages.operator.") for path in paths if path.startswith("stages.operator.")}
     assert own - operator == {"unroll"}
+
+
+def test_a_growing_number_of_calls_is_no_graph_of_the_whole_model_for_each(setup):
+    """On one GPU, where model and losses are one graph otherwise."""
+    made = setup(4)
+    on_gpu = types.SimpleNamespace(device=torch.device("cuda"))
+    objective = types.SimpleNamespace(
+        GRAPHS=made.objective.GRAPHS, model=made.model, unroll=4, parameters=lambda: iter([on_gpu])
+    )
+    assert not compiling.as_a_whole(objective, made.config.training)
+    objective.unroll = 0
+    assert compiling.as_a_whole(objective, made.config.training)

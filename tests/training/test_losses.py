@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from upsnb.config import QuerySamplingConfig, TrainingConfig
 from upsnb.data.batch import Batch
@@ -73,6 +74,24 @@ def make_batch(spec, batch=4, seed=5, calls=2) -> Batch:
 
 def terms_of(loss, batch, amp_dtype=None, step=0, microbatch=0):
     return loss(batch, active_terms(loss.config, step, microbatch), amp_dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_no_term_depends_on_the_unit_that_fields_are_given_in(make_model, make_spec, scale):
+    """A pressure in Pascal or in MPa; custom files hold any."""
+    found = {}
+    for unit in (1.0, scale):
+        changes = {
+            key: tuple(unit * x for x in getattr(make_spec(), key))
+            for key in ("input_mean", "input_std", "output_mean", "output_std")
+        }
+        torch.manual_seed(0)
+        model = make_model([make_spec(**changes)])
+        loss = FieldObjective(model, TrainingConfig(lambda_relative=1.0, lambda_rollout=1.0, lambda_field=1.0))
+        batch = make_batch(make_spec())
+        batch.inputs, batch.targets = batch.inputs * unit, batch.targets * unit
+        found[unit] = {name: float(value) for name, value in terms_of(loss, batch)[1].items()}
+    assert found[scale] == pytest.approx(found[1.0], rel=1e-4) and found[1.0]["rollout"] > 0.1
 
 
 # -- lesson 1: every term reaches a trained parameter ------------------------------------------------------------------
@@ -344,6 +363,20 @@ def test_queries_are_distinct_grid_points():
     assert points.shape == (60, 2) and len(points.unique(dim=0)) == 60
     cells = points * 16 - 0.5
     torch.testing.assert_close(cells, cells.round())
+
+
+def test_a_few_queries_of_a_large_grid_cost_the_host_no_grid(monkeypatch):
+    class Small(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            made = function(*arguments, **(options or {}))
+            assert not torch.is_tensor(made) or made.numel() <= 3 * 60, function
+            return made
+
+    inputs = torch.zeros(1).expand(2, 1, 1, 512, 512, 512)
+    config = types.SimpleNamespace(config=TrainingConfig(query_sampling=QuerySamplingConfig(num_queries=60)))
+    with Small():
+        points = FieldObjective._query_points(config, types.SimpleNamespace(inputs=inputs, seed=5), None)
+    assert len(points.unique(dim=0)) == 60 and 0.3 < points.mean() < 0.7
 
 
 def test_queries_depend_on_the_microbatch_alone():

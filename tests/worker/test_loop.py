@@ -1,6 +1,7 @@
 """A run on one rank, from its first event to its last: it learns, says what it does, and ends when it should."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from upsnb.report import figures
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.training import checkpoint, evaluation, timing
+from upsnb.training.setup import Setup
 
 STEP_FIELDS = {  # what every step event holds
     "kind", "time", "step", "step_time_ms", "samples_per_s", "data_wait_ms", "loss", "losses", "learning_rate",
@@ -361,3 +363,18 @@ def test_each_validation_leaves_its_forecast_of_the_same_sample(tiny_config, tra
         assert (first[f"{name}/truth"] == last[f"{name}/truth"]).all()
         assert (first[f"{name}/forecast"] != last[f"{name}/forecast"]).any()
     check(figures.glance(folder))
+
+
+def test_a_stage_begins_without_what_the_one_before_held(tiny_config, train_here, tmp_path, monkeypatch):
+    """Its data, weights and moments would lie on a GPU twice."""
+    built, alive, build = [], [], Setup.build
+
+    def watched(*arguments, **options):
+        alive.append([setup() is not None for setup in built])
+        made = build(*arguments, **options)
+        built.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Setup, "build", watched)
+    train_here(tiny_config(**{"stages.finetune.epochs": 1}), tmp_path / "run")
+    assert alive == [[], [False]]

@@ -143,9 +143,10 @@ class PairReader(torch.utils.data.Dataset):
 class ResidentPairs:
     """All samples of the datasets on the device; a microbatch is one gather."""
 
-    def __init__(self, datasets: dict[str, Dataset], calls: int, device: torch.device):
+    def __init__(self, datasets: dict[str, Dataset], calls: int, device: torch.device, fields: dict | None = None):
+        """`fields`: of the same datasets, where they lie on the device already."""
         self.datasets, self.calls = datasets, calls
-        self.fields = {name: dataset.resident(device) for name, dataset in datasets.items()}
+        self.fields = fields or {name: dataset.resident(device) for name, dataset in datasets.items()}
 
     def __getitem__(self, microbatch: Microbatch) -> TensorBatch:
         return self.datasets[microbatch.dataset].read(microbatch, self.calls, self.fields[microbatch.dataset])
@@ -185,10 +186,9 @@ class Loader:
         if resident and size > room > 0:
             found = f"all data on the device takes {size:,.1f} GiB, and {room:,.1f} GiB are there"
             raise DataError(f"data.residency: {found} -> set it to workers, or read fewer samples")
-        if resident and before is not None and before.reader is not None and before.calls == self.calls:
-            self.reader = before.reader
-        elif resident:
-            self.reader = ResidentPairs(datasets, self.calls, self.device)
+        if resident:
+            kept = before and before.reader and before.reader.fields  # whole trajectories, whatever is made of them
+            self.reader = ResidentPairs(datasets, self.calls, self.device, kept)
         self._pins = config.training.pin_memory and self.device.type == "cuda"
         self._coming: list[Microbatch] = []  # what the loader processes are to read next
         self._workers = None if resident else self._start_workers()

@@ -222,21 +222,25 @@ class Predictor:
     def _of_one_rank(self, account: Account) -> Account:
         """What several ranks change: arithmetic, because here is one."""
         training, ranks = self.config.training, self.config.training.num_gpus
+        summed_up = training.no_sync and training.accum_steps > 1  # gradients, as a whole, before they are averaged
         if training.use_fsdp2:
-            shared = ["parameters", "optimizer", "average"]
-            if (
-                training.accum_steps == 1 or not training.no_sync
-            ):  # else gradients are kept whole until they are averaged
-                shared.append("gradients")
-            for kind in shared:
+            for kind in ("parameters", "optimizer", "average", *([] if summed_up else ["gradients"])):
                 account = account.scaled(kind, 1 / ranks)
             return account.plus("parameters", "gathered blocks", self._gathered_bytes())
-        return account.kept("gradients") if ranks > 1 else account
+        if ranks > 1:
+            account = account.kept("gradients")
+            if summed_up:  # and laid into DDP's buckets at the end
+                trained = (p for p in self._rehearsal.setup.model.parameters() if p.requires_grad)
+                account = account.plus("gradients", "DDP's buckets", sum(p.nbytes for p in trained))
+        return account
 
     def _gathered_bytes(self) -> int:
-        """In float32: the block at work, the one gathered ahead, and gradients on their way to other ranks."""
-        blocks = self._rehearsal.setup.model.blocks()
-        return 3 * max((sum(parameter.nbytes for parameter in block.parameters()) for block in blocks), default=0)
+        """In float32: the unit at work, the one gathered ahead, and gradients on their way to other ranks."""
+        largest, inside = 0, set()
+        for unit in self._rehearsal.setup.model.units():  # inner before outer, which gathers what is left
+            own = {*unit.parameters()} - inside
+            largest, inside = max(largest, sum(parameter.nbytes for parameter in own)), inside | own
+        return 3 * largest
 
     def _notes(self) -> tuple[str, ...]:
         training, notes = self.config.training, []

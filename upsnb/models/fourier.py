@@ -76,7 +76,13 @@ def convolve(x: Tensor, spectral: Tensor, modes: tuple[int, ...]) -> Tensor:
             gap = (*waves.shape[:axis], x.shape[axis] - 2 * m, *waves.shape[axis + 1 :])
             low, high = waves.split(m, dim=axis)
             waves = torch.cat((low, waves.new_zeros(gap), high), dim=axis)
-        return torch.fft.irfftn(waves, s=sizes, dim=axes, norm="forward")
+        # As irfftn, but in a real field the mean along the last axis and its shortest wave are real, whatever the matrices
+        # made of them: where they are not, cuFFT gives something else than the CPU, which reads their real parts alone
+        # (pytorch issue 154496).
+        waves = torch.fft.ifftn(waves, dim=axes[:-1], norm="forward") if axes[1:] else waves
+        turns = torch.arange(modes[-1], device=x.device)
+        waves = torch.complex(waves.real, waves.imag * (2 * turns % sizes[-1] != 0))
+        return torch.fft.irfft(waves, n=sizes[-1], dim=-1, norm="forward")
 
 
 def product(waves: Tensor, spectral: Tensor) -> Tensor:

@@ -30,13 +30,13 @@ def rotary_table(positions: Tensor, periodic: tuple[bool, ...], head_dim: int) -
     Args:
         positions: (N, S) float, unit coordinates in [0, 1].
         periodic: one flag per axis.
-        head_dim: even width of one head; its pairs are dealt out to the axes in turn.
+        head_dim: even width of one head; its pairs are dealt out to the axes in turn, of which the last may get none.
     Returns:
         Two (N, head_dim / 2) float32 tensors.
     """
     num_dims, num_pairs = positions.shape[-1], head_dim // 2
     angles = torch.zeros(positions.shape[0], num_pairs, dtype=torch.float32, device=positions.device)
-    for axis in range(num_dims):
+    for axis in range(min(num_dims, num_pairs)):
         pairs = torch.arange(axis, num_pairs, num_dims, device=positions.device)
         order = torch.arange(len(pairs), device=positions.device, dtype=torch.float32)
         turns = order + 1 if periodic[axis] else 0.5 * 2 ** (order * 5 / max(len(pairs) - 1, 1))

@@ -109,10 +109,11 @@ def _per_microbatch(
 
 
 def _product(operation) -> Callable:
-    """The operations of a matrix product, by torch's own formula; four times as many in complex numbers."""
+    """The operations of matrix products, by torch's own formula; four times as many in complex numbers."""
 
-    def counted(*given, out_val: Tensor, **options) -> int:
-        return flop_registry[operation](*given, out_val=out_val, **options) * (4 if out_val.is_complex() else 1)
+    def counted(*given, out_val: Tensor | tuple[Tensor, ...], **options) -> int:
+        made = out_val if isinstance(out_val, Tensor) else out_val[0]
+        return flop_registry[operation](*given, out_val=out_val, **options) * (4 if made.is_complex() else 1)
 
     counted._get_raw = True  # the tensors, not their shapes alone
     return counted
@@ -130,6 +131,12 @@ _transform._get_raw = True
 ATEN = torch.ops.aten
 COUNTED = {operation: _product(operation) for operation in (ATEN.mm, ATEN.addmm, ATEN.bmm, ATEN.baddbmm)}
 COUNTED |= dict.fromkeys((ATEN._fft_r2c, ATEN._fft_c2r, ATEN._fft_c2c), _transform)
+COUNTED |= {  # the CPU's own attention, on which all is counted and of which torch has no formula
+    ATEN._scaled_dot_product_flash_attention_for_cpu: _product(ATEN._scaled_dot_product_flash_attention),
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _product(
+        ATEN._scaled_dot_product_flash_attention_backward
+    ),
+}
 
 
 def count(forward) -> int:
@@ -153,12 +160,7 @@ def _both(forward) -> None:
 
 
 class _Bytes(TorchDispatchMode):
-    MOVING = {
-        *flop_registry,
-        *COUNTED,
-        ATEN._scaled_dot_product_flash_attention_for_cpu,
-        ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
-    }
+    MOVING = {*flop_registry, *COUNTED}
 
     def __init__(self):
         super().__init__()

@@ -52,12 +52,13 @@ def as_a_whole(objective: nn.Module, training: TrainingConfig) -> bool:
 
     Not on a CPU, which launches cheaply: darcy_5min gains 7 % and compiles 1.8 times as long (docs/LOG.md). Not under
     FSDP2, which gathers and frees the weights of parts between their calls. Not under DDP, which averages the gradients
-    of one part while those of the next are computed: a single graph hands them all over at its end.
+    of one part while those of the next are computed: a single graph hands them all over at its end. Nor where the
+    number of calls in a row grows: each would be a graph of its own, with the model in it as often.
     """
     if training.use_fsdp2 or not objective.GRAPHS:
         return False
-    is_cuda = next(objective.parameters()).device.type == "cuda"
-    return (is_cuda and training.num_gpus == 1) or not objective.model.compiled()
+    is_cuda, grows = next(objective.parameters()).device.type == "cuda", getattr(objective, "unroll", 0) > 2
+    return (is_cuda and training.num_gpus == 1 and not grows) or not objective.model.compiled()
 
 
 def step(function: Callable) -> Callable:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -304,16 +305,17 @@ class FieldObjective(Objective):
 
     def _query_points(self, batch: Batch, spec) -> Tensor | None:
         """This microbatch's random query points (Q, S), the same on all ranks; None for the whole grid."""
-        sampling = self.config.query_sampling
-        num_points = math.prod(batch.inputs.shape[3:])
+        sampling, shape = self.config.query_sampling, batch.inputs.shape[3:]
+        num_points = math.prod(shape)
         count = min(sampling.num_queries or num_points, num_points)
         if count == num_points and sampling.jitter == 0:
             return None
-        draws = torch.Generator().manual_seed(batch.seed)
-        chosen = torch.randperm(num_points, generator=draws)[:count]
-        points = grid_points(batch.inputs.shape[3:])[chosen]
+        # By numpy, which draws a few of many without shuffling all: of 128^3 in 0.5 ms, which took 100 ms (two cores).
+        chosen = np.random.default_rng(batch.seed).choice(num_points, count, replace=False, shuffle=False)
+        cells, sizes = torch.tensor(np.stack(np.unravel_index(chosen, shape), axis=-1)), torch.tensor(shape)
+        points = (cells + 0.5) / sizes
         if sampling.jitter > 0:
-            sizes = torch.tensor(batch.inputs.shape[3:])
+            draws = torch.Generator().manual_seed(batch.seed)
             points = points + (torch.rand(points.shape, generator=draws) - 0.5) * sampling.jitter / sizes
         return points.to(batch.inputs.device, non_blocking=True)
 
@@ -341,10 +343,12 @@ class FieldObjective(Objective):
     def _later_calls(self, targets: Tensor, forecast: Forecast, y: Tensor, calls: int) -> Tensor:
         """Mean relative error of the forecasts after the first one, each fed by what came out before it."""
         name, model, errors = forecast.name, self.model, []
+        zero = model.normalised_zero(name, y.dim() - 3)
         for target in targets.split(model.specs[name].output_frames, dim=1)[1:calls]:
             forecast = forecast.next(model.next_inputs(name, forecast.x, y.float()))
             y = forecast.at()
-            errors.append(relative_error(model.denormalise(name, y.float()), target))
+            # As for the first call: a difference of normalised fields keeps digits, and units that are small.
+            errors.append(relative_error(y.float(), model.normalise(name, target, "output"), zero))
         return torch.stack(errors).mean()
 
 
@@ -419,7 +423,8 @@ class UPSObjective(FieldObjective):
             with torch.autocast(unit.device.type, enabled=False):
                 similarity = unit @ unit.transpose(1, 2)
             count = similarity.shape[-1]
-            terms["latent_diversity"] = (similarity.square().sum((1, 2)) - count).mean() / (count * (count - 1))
+            pairs = max(1, count * (count - 1))  # of one token there is none, and nothing to differ from
+            terms["latent_diversity"] = (similarity.square().sum((1, 2)) - count).relu().mean() / pairs
         return terms
 
 

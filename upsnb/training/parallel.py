@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import secrets
@@ -238,6 +239,13 @@ def synchronising(module: nn.Module, on: bool) -> AbstractContextManager:
         module.set_requires_gradient_sync(on)
         return nullcontext()
     return module.no_sync() if isinstance(module, DistributedDataParallel) and not on else nullcontext()
+
+
+def release(device: torch.device) -> None:
+    """Free what nothing refers to any more but itself, as whole setups do, and give a GPU its pages back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def forget_iteration(module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import time
@@ -346,9 +345,7 @@ class Setup:
             parameter.grad = None
         noted, self.scaler = self.scaler.state_dict(), precision.build_scaler(self.config, self.ranks.device)
         self.scaler.load_state_dict(noted)
-        gc.collect()  # what the failure's frames held
-        if self.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        parallel.release(self.ranks.device)  # what the failure's frames held
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ def train(
             loop.profiler.close()  # these are all that is the process's
             loop.compiling.close()
             loop.setup.tf32.set(False)
+        del loop  # with its data, weights and moments, before the next stage builds its own
+        parallel.release(ranks.device)
 
 
 class Loop:
@@ -122,13 +124,12 @@ class Loop:
         return stages.settings(self.config, self.setup.stage)
 
     def _plan(self) -> None:
-        """Lengths that follow from batch, accumulation and epochs."""
+        """Lengths that follow from batch, accumulation and epochs, as if nothing were changed on the way."""
         training = self.config.training
         steps_per_epoch = self.setup.loader.schedule.num_microbatches // training.accum_steps
-        # as if nothing were changed on the way
         self.total_steps = self.position.stage_from_step + self.stage.epochs * steps_per_epoch
-        self.samples_per_step = training.batch_size * training.accum_steps * self.ranks.world_size
-        self.samples_per_step *= workload_of(self.config).units_per_pair()
+        samples = training.batch_size * training.accum_steps * self.ranks.world_size
+        self.samples_per_step = samples * workload_of(self.config).units_per_pair()
 
     # -- start ------------------------------------------------------------------------------------------------------
 
