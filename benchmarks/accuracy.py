@@ -6,7 +6,8 @@
 Each run is a run folder of its own, trained through the same launcher as everything else. Results go to
 outputs/reference/accuracy/<name>.json, one row a run, with hardware and versions; benchmarks/readme.py
 writes them into the documents.
-The last 10 % of each file's samples are never trained on, nor selected on.
+The last 10 % of each file's samples are never trained on, and no weights are selected on them. Parts of the model were
+(docs/LOG.md), so read gains of some per cent as none.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data import audit
 from upsnb.report.figures import read_evaluation
+from upsnb.report.file import finish
 from upsnb.report.results import references
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import Run
@@ -122,6 +123,7 @@ def main() -> None:
             known[family][model] = row = reached(run)
             error = row.get("rollout_nrmse_mean", row["nrmse_mean"])
             print(f"{family}, {model}: nRMSE {error:.4g}, beside {row['references']}", flush=True)
+        known[family] = finish(known[family], None)  # the others may be of another machine or revision
         save({"format": 1, "kind": "eleven", "families": known}, args.output)
 
 

@@ -22,6 +22,7 @@ from scipy import stats
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data.audit import headline
+from upsnb.report.file import finish
 from upsnb.runs import handle, runfolder
 
 ARMS = {
@@ -94,6 +95,7 @@ def main() -> None:
         for arm, overlay in ARMS.items():
             row = {"arm": arm, "seed": seed, **train(overlays.resolve(SETTINGS, {**overlay, "training.seed": seed}))}
             print(row, flush=True)
+            row = finish(row, None)  # the others may be of another machine or revision
             # after each run: an interrupted benchmark keeps what it has, and other seeds may be trained beside these
             rows = json.loads(path.read_text())["rows"] if path.is_file() else []
             rows = [other for other in rows if (other["arm"], other["seed"]) != (arm, seed)] + [row]

@@ -84,7 +84,7 @@ def opening_and_redrawing(folder: Path) -> dict:
 
 def slowing(folder: Path, seconds: float) -> dict:
     """Throughput with a panel at work over throughput without, from turns that interleave."""
-    settings = {"training.time_limit_s": seconds, "training.threads_per_rank": 1, "evaluation.every_epochs": 1000}
+    settings = {"training.time_limit_s": seconds, "evaluation.every_epochs": 1000}
     settings |= {"stages.operator.epochs": 100_000, "data.datasets.darcy": None}
     config = overlays.load(ROOT / "params/smoke.yaml", overrides=settings)
     run = handle.start(config, folder, attached=True)
@@ -109,6 +109,7 @@ def slowing(folder: Path, seconds: float) -> dict:
         "throughput_with_over_without": found["median"],
         "ci95": found["ci95"],
         "num_steps": [len(sides[k]) for k in (False, True)],
+        "threads_per_rank": config.training.threads_per_rank,  # None: all cores, so that a panel takes some from it
     }
 
 

@@ -149,7 +149,7 @@ def errors(rows: Sequence[Mapping], what: str, prefix: str) -> dict:
 def accuracy() -> str:
     """Our recipe over seeds beside the peer."""
     report, peer = read("accuracy/seeds-5min.json"), read("accuracy/peer-fno-5min.json")
-    library, table = f"peer: neuraloperator {peer['versions']['neuraloperator']} FNO", []
+    library, table = f"peer of {peer['date']}: neuraloperator {peer['versions']['neuraloperator']} FNO", []
     for task, title in TASKS.items():
         ours, theirs = ([row for row in one["rows"] if row["task"] == task] for one in (report, peer))
         steps = sorted(row["steps"] for row in ours)
@@ -162,7 +162,7 @@ def accuracy() -> str:
             {**errors([row], f"{library}, {title}", PREFIXES[task]), "parameters": f"{row['parameters']:,}", "steps": f"{row['steps']:,}"}
             for row in theirs
         ]  # fmt: skip
-    head = f"{report['minutes']:g} minutes of training, compile time included, {where(report)}; the last 10 % of the samples are never trained on nor selected on; mean over seeds (smallest to largest)."
+    head = f"{report['minutes']:g} minutes of training, compile time included, {where(report)}; the last 10 % of the samples are never trained on, and no weights are selected on them; parts of the model were ([LOG.md](LOG.md)), so read gains of some per cent as none; mean over seeds (smallest to largest)."
     return f"{head}\n\n{markdown(pd.DataFrame(table).fillna(''))}"
 
 
@@ -196,13 +196,15 @@ def overheads() -> str:
     """What starting, saving and watching cost."""
     saves, panel, started = read("checkpoints/stall.json"), read("panel/panel.json"), REFERENCE / "start/start.json"
     ratio, interval = panel["training"]["throughput_with_over_without"], panel["training"]["ci95"]
+    spared = panel["training"].get("threads_per_rank", 1) == 1  # older reports were all so
+    idle = " (training had one of the two cores, so this shows no cost where it has all)" if spared else ""
     low, high = saves["stall_ratio_range"]
     return "\n".join(
         (
             f"- Saving {saves['size_mib']:.0f} MiB in the background stops training for {saves['stall_ratio_median']:.1%} of the time that",
             f"  writing at once does ({low:.1%} to {high:.1%}; `benchmarks/checkpoints.py`).",
             f"- The panel opens a run of {panel['num_steps']:,} steps in {panel['open_s']:.1f} s; a redraw at {panel['points_per_curve']} points takes",
-            f"  {panel['redraw_cpu_ms']:.1f} ms of the kernel and {panel['redraw_kilobytes']:.0f} kB; throughput with it over without: {ratio:.3f} [{interval[0]:.3f}, {interval[1]:.3f}] (`benchmarks/panel.py`).",
+            f"  {panel['redraw_cpu_ms']:.1f} ms of the kernel and {panel['redraw_kilobytes']:.0f} kB; throughput with it over without: {ratio:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]{idle} (`benchmarks/panel.py`).",
             *starting(json.loads(started.read_text()) if started.is_file() else None),
         )
     )

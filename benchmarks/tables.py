@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import pandas as pd
@@ -60,6 +60,17 @@ def where(report: Mapping) -> str:
     return ", ".join(filter(None, (machine, f"torch {versions['torch']}", report.get("date"))))
 
 
+def places(report: Mapping, entries: Sequence[Mapping]) -> tuple[str, list[str]]:
+    """Where the entries of a report were measured that is added to over several calls: for its head, and for each row.
+
+    Rows say it where they differ. Reports of before entries kept their own say where the last of them was measured.
+    """
+    own = [where(entry) if "hardware" in entry else "" for entry in entries]
+    if len({*own}) > 1:
+        return "measured where each row says", [place or "before, not kept" for place in own]
+    return own[0] or f"{where(report)} (some rows may be older)", [""] * len(own)
+
+
 def called(report: Mapping) -> str:
     name = report["settings"].get("logging.name")
     return f"`{name}`" if name else "the default config"
@@ -107,6 +118,7 @@ def wrapper(report: Mapping) -> str:
 def mixing(report: Mapping) -> str:
     """Errors of each mixture, and over those of equal turns."""
     rows, judged = [], report["over_uniform"]
+    head, measured = places(report, report["rows"])
     for arm in dict.fromkeys(row["arm"] for row in report["rows"]):
         mine = [row for row in report["rows"] if row["arm"] == arm]
         over = "{ratio:.3f} [{0:.3f}, {1:.3f}]".format(*judged[arm]["ci95"], **judged[arm]) if arm in judged else ""
@@ -116,10 +128,13 @@ def mixing(report: Mapping) -> str:
                 **{name: number(median(row["nrmse"][name] for row in mine), 3) for name in mine[0]["nrmse"]},
                 "over equal turns": over,
                 "samples seen": ", ".join(f"{count:,}" for count in mine[0]["samples"].values()),
+                "measured on": "; ".join(
+                    sorted({place for row, place in zip(report["rows"], measured) if row["arm"] == arm})
+                ),
             }
         )
     count = len({row["seed"] for row in report["rows"]})
-    return f"{where(report)}; nRMSE of the test split, median of {count} seeds.\n\n{markdown(pd.DataFrame(rows))}"
+    return f"{head}; nRMSE of the test split, median of {count} seeds.\n\n{markdown(pd.DataFrame(rows))}"
 
 
 def finetune(report: Mapping) -> str:
@@ -235,8 +250,8 @@ def steady_prior(report: Mapping) -> str:
 
 def eleven(report: Mapping) -> str:
     """Each family's errors, of the whole rollout where there is a time, beside those of an FNO and of no model."""
-    rows = []
-    for family, found in report["families"].items():
+    rows, (place, measured) = [], places(report, [*report["families"].values()])
+    for (family, found), own in zip(report["families"].items(), measured):
         rolled = "rollout_" * ("rollout_nrmse_mean" in found["ups"])
         ups, fno = ([found[model][f"{rolled}nrmse_{key}"] for key in ("mean", "median", "p90")] for model in RIVALS)
         rows.append(
@@ -247,6 +262,7 @@ def eleven(report: Mapping) -> str:
                 **{f"FNO, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), fno)},
                 **{name: f"{value:.4g}" for name, value in found["ups"]["references"].items()},
                 "FNO over UPS": f"{fno[0] / ups[0]:.2f}",
+                "measured on": own,
             }
         )
     ahead = sum(float(row["FNO over UPS"]) > 1 for row in rows)
@@ -255,5 +271,5 @@ def eleven(report: Mapping) -> str:
     )
     apart = all(found.get("cores") == 1 for found in report["families"].values())
     how = "one core for each model, both at the same time, " if apart else ""
-    head = f"{seconds} s for each training, {how}one seed, {where(report)}. UPS has the smaller mean error in {ahead} of {len(rows)} families."
+    head = f"{seconds} s for each training, {how}one seed, {place}. UPS has the smaller mean error in {ahead} of {len(rows)} families."
     return f"{head}\n\n{markdown(pd.DataFrame(rows).fillna(''))}"

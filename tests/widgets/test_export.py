@@ -102,7 +102,7 @@ def test_a_run_is_followed_to_its_end(tmp_path, monkeypatch):
     "arguments, error, said",
     [
         (("notes",), ConfigError, "--to notes: is none of csv, tensorboard, wandb, mlflow"),
-        (("tensorboard",), ConfigError, "tensorboard is not installed -> pip install 'upsnb\\[tensorboard\\]'"),
+        (("tensorboard",), ConfigError, "tensorboard is not installed -> .*-e '.\\[tensorboard\\]'"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path, monkeypatch, arguments, error, said):

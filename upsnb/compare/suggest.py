@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-SAMPLER, INSTALL = "optuna", "pip install 'upsnb[optuna]'"
+SAMPLER, INSTALL = "optuna", ".venv/bin/pip install -c constraints.txt -e '.[optuna]'"
 TRIES = 20  # for a point that was not there yet, where few values are left
 
 

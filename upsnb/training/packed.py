@@ -36,7 +36,8 @@ def needs_package(package: str = "safetensors", extra: str = "pack") -> None:
         ConfigError: it is; with what installs it.
     """
     if find_spec(package) is None:
-        raise ConfigError([f"{package} is not installed -> pip install 'upsnb[{extra}]'"], "a packed model")
+        remedy = f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
+        raise ConfigError([f"{package} is not installed -> {remedy}"], "a packed model")
 
 
 def write(folder: Path, model: Surrogate, config: RunConfig) -> None:

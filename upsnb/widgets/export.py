@@ -236,7 +236,8 @@ def export(run: Run, to: str, folder: Path | None = None, follow: bool = False) 
         raise ConfigError([f"--to {to}: is none of {', '.join(SINKS)} -> {did_you_mean(to, SINKS)}"], "the export")
     package = SINKS[to].PACKAGE
     if package and find_spec(package) is None:
-        raise ConfigError([f"--to {to}: {package} is not installed -> pip install 'upsnb[{to}]'"], "the export")
+        remedy = f".venv/bin/pip install -c constraints.txt -e '.[{to}]'"
+        raise ConfigError([f"--to {to}: {package} is not installed -> {remedy}"], "the export")
     first = run.events()[:1]
     if not first:
         raise RunError(f"{run.folder}: has no events yet -> wait for its first one")
