@@ -38,10 +38,10 @@ def test_what_no_real_field_has_is_taken_out_before_the_way_back_which_a_cpu_doe
     found = convolve(x, spectral, kept)
     # by one call, as a CPU does it
     waves = torch.fft.rfftn(x, dim=axes, norm="forward")
-    chosen = torch.meshgrid(*(torch.arange(-m, m) for m in kept[:-1]), torch.arange(modes), indexing="ij")
-    low = [torch.fft.ifftshift(index, dim=tuple(range(len(shape) - 1))) for index in chosen]
+    leading = (torch.cat((torch.arange(m), torch.arange(-m, 0))) for m in kept[:-1])
+    low = (..., *torch.meshgrid(*leading, torch.arange(modes), indexing="ij"))
     made = torch.zeros(2, 2, *waves.shape[2:], dtype=waves.dtype)
-    made[(..., *low)] = product(waves[(..., *low)], spectral)
+    made[low] = product(waves[low], spectral)
     torch.testing.assert_close(found, torch.fft.irfftn(made, s=shape, dim=axes, norm="forward"))
     imaginary = given[0].imag.flatten(0, -2).abs().amax(0)
     assert [bool(size == 0) for size in imaginary] == [2 * turns in (0, shape[-1]) for turns in range(modes)]

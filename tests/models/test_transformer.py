@@ -17,6 +17,17 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 backends = pytest.mark.parametrize("backend", ["flash", "math"])
 
 
+@pytest.mark.parametrize(("dims", "head_dim", "turned"), [(1, 2, 1), (2, 2, 1), (3, 2, 1), (3, 4, 2), (3, 6, 3)])
+def test_heads_too_narrow_for_all_axes_know_of_the_first_ones(dims, head_dim, turned):
+    places = torch.rand(24, dims)
+    cos, sin = rotary_table(places, (True,) * dims, head_dim)
+    assert cos.shape == sin.shape == (24, head_dim // 2)
+    for axis in range(dims):
+        moved = places.clone()
+        moved[:, axis] += 0.3
+        assert torch.equal(rotary_table(moved, (True,) * dims, head_dim)[0], cos) == (axis >= turned)
+
+
 def run(backend: str, dtype: torch.dtype, compiled: bool = False) -> list[torch.Tensor]:
     """Output and gradients of one attention layer under autocast to `dtype`."""
     torch.manual_seed(0)

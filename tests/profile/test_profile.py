@@ -1,6 +1,7 @@
 """Profiles of live runs: where a step goes, what it is worth, and what the sentences about it name."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upsnb import hardware, overlays, phases, spans
 from upsnb.errors import RunError
+from upsnb.models.transformer import attend
 from upsnb.profile import figures, flops, recorder, report, trace
 from upsnb.runs import handle, runfolder
 from upsnb.training import optimizers
@@ -175,12 +177,13 @@ def test_bytes_of_products_are_those_counted_by_hand_without_attention_s_scores(
     assert flops.count_bytes(lambda: nn.functional.scaled_dot_product_attention(q, k, v).square().sum()) < 2 * scores
 
 
-def test_attention_is_counted_wherever_a_model_calls_it():
+@pytest.mark.parametrize("tokens", [(16, 16), (8, 24)])
+def test_attention_is_counted_wherever_a_model_calls_it_as_if_it_were_written_out(tokens):
     """Torch has no formula of the kernel that a CPU takes, and everything is counted on one."""
-    q, k, v = (torch.randn(2, 3, 64, 8, requires_grad=True) for _ in range(3))
-    product = 2 * 2 * 3 * 64 * 64 * 8  # scores, and their mean of the values; backward makes the scores again
-    found = flops.count(lambda: nn.functional.scaled_dot_product_attention(q, k, v).square().sum())
-    assert found == (2 + 5) * product
+    q, k, v = (torch.randn(2, 3, count, 8, requires_grad=True) for count in (*tokens, tokens[1]))
+    product = 2 * 2 * 3 * math.prod(tokens) * 8  # scores, and their mean of the values
+    fused, written = (flops.count(lambda b=backend: attend(q, k, v, b).sum()) for backend in ("sdpa", "math"))
+    assert fused == written == (2 + 4) * product
 
 
 def test_operations_grow_with_the_batch_and_not_with_how_a_step_is_carried_out(tiny_setup):

@@ -181,13 +181,29 @@ def test_its_settings_are_those_of_every_stage_and_one_more():
     assert own - operator == {"unroll"}
 
 
-def test_a_growing_number_of_calls_is_no_graph_of_the_whole_model_for_each(setup):
-    """On one GPU, where model and losses are one graph otherwise."""
-    made = setup(4)
-    on_gpu = types.SimpleNamespace(device=torch.device("cuda"))
-    objective = types.SimpleNamespace(
-        GRAPHS=made.objective.GRAPHS, model=made.model, unroll=4, parameters=lambda: iter([on_gpu])
-    )
-    assert not compiling.as_a_whole(objective, made.config.training)
-    objective.unroll = 0
-    assert compiling.as_a_whole(objective, made.config.training)
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The compiler's tracing half, of what it is given on one GPU, where model and losses are one graph."""
+    as_a_whole, parameter = compiling.as_a_whole, types.SimpleNamespace(device=torch.device("cuda"))
+
+    def chosen(objective, training):
+        seen = {name: getattr(objective, name) for name in ("GRAPHS", "model", "unroll")}
+        return as_a_whole(types.SimpleNamespace(**seen, parameters=lambda: iter([parameter])), training)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(compiling, "as_a_whole", chosen)
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_growing_number_of_calls_is_no_graph_of_the_whole_model_for_each(setup, as_on_a_gpu, monkeypatch):
+    made = setup(2, **{"training.compile": True, "operator.pdet.depth": 1})
+    assert "direct_terms" in vars(made.objective), "two calls throughout: one graph"
+    made.update(made.config.model_copy(update={"stages": _with_unroll(made.config.stages, 5)}))
+    assert "direct_terms" not in vars(made.objective)
+    monkeypatch.setattr(compiling, "MOST_GRAPHS", 3)  # of one code, for two datasets; more end the run
+    for step, progress in enumerate((0.0, 0.25, 0.5, 0.75, 1.0)):
+        made.set_learning_rate(progress)
+        loss, _, _ = made.step(made.loader.peek(), step)
+    assert loss.isfinite() and made.objective.calls == 5

@@ -309,6 +309,14 @@ def test_latent_diversity_is_high_for_equal_tokens_and_low_for_different_ones(ma
     assert found["spread"] < 0.1 and found["collapsed"] > 0.9
 
 
+def test_one_token_alone_is_as_diverse_as_it_can_be(make_loss):
+    z = torch.randn(4, 1, 32, requires_grad=True)
+    encoded = types.SimpleNamespace(z=z, advanced=None)
+    loss = make_loss(latent_diversity=1.0)._latent_terms(encoded, ("latent_diversity",), None)["latent_diversity"]
+    loss.backward()
+    assert loss.item() == 0 and not z.grad.any()
+
+
 @pytest.mark.parametrize("name", ("advection", "darcy"))
 def test_losses_are_float32_whatever_the_networks_compute_in(make_loss, specs, name, monkeypatch):
     loss = make_loss(**dict.fromkeys(LOSS_TERMS, 1.0))

@@ -76,8 +76,8 @@ def convolve(x: Tensor, spectral: Tensor, modes: tuple[int, ...]) -> Tensor:
             gap = (*waves.shape[:axis], x.shape[axis] - 2 * m, *waves.shape[axis + 1 :])
             low, high = waves.split(m, dim=axis)
             waves = torch.cat((low, waves.new_zeros(gap), high), dim=axis)
-        # As irfftn, but in a real field the mean along the last axis and its shortest wave are real, whatever the matrices
-        # made of them: where they are not, cuFFT gives something else than the CPU, which reads their real parts alone
+        # As irfftn, but a real field has a real mean along its last axis and a real shortest wave, whatever came of the
+        # matrices: where they are not, cuFFT gives something else than the CPU, which reads their real parts alone
         # (pytorch issue 154496).
         waves = torch.fft.ifftn(waves, dim=axes[:-1], norm="forward") if axes[1:] else waves
         turns = torch.arange(modes[-1], device=x.device)

@@ -108,12 +108,16 @@ def _per_microbatch(
     return counts
 
 
-def _product(operation) -> Callable:
-    """The operations of matrix products, by torch's own formula; four times as many in complex numbers."""
+def _product(operation, share: float = 1.0) -> Callable:
+    """The operations of matrix products, by torch's own formula; four times as many in complex numbers.
+
+    Args:
+        share: of what the formula says.
+    """
 
     def counted(*given, out_val: Tensor | tuple[Tensor, ...], **options) -> int:
-        made = out_val if isinstance(out_val, Tensor) else out_val[0]
-        return flop_registry[operation](*given, out_val=out_val, **options) * (4 if made.is_complex() else 1)
+        factor = 4 if torch.is_tensor(out_val) and out_val.is_complex() else share
+        return round(factor * flop_registry[operation](*given, out_val=out_val, **options))
 
     counted._get_raw = True  # the tensors, not their shapes alone
     return counted
@@ -133,8 +137,9 @@ COUNTED = {operation: _product(operation) for operation in (ATEN.mm, ATEN.addmm,
 COUNTED |= dict.fromkeys((ATEN._fft_r2c, ATEN._fft_c2r, ATEN._fft_c2c), _transform)
 COUNTED |= {  # the CPU's own attention, on which all is counted and of which torch has no formula
     ATEN._scaled_dot_product_flash_attention_for_cpu: _product(ATEN._scaled_dot_product_flash_attention),
+    # four products; the fifth in torch's formula makes the scores again, and nothing is to count twice
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _product(
-        ATEN._scaled_dot_product_flash_attention_backward
+        ATEN._scaled_dot_product_flash_attention_backward, 4 / 5
     ),
 }
 

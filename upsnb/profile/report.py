@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from upsnb import overlays, phases
-from upsnb.config import RunConfig
+from upsnb.config import OPERATOR, RunConfig
 from upsnb.errors import RunError, RunTimeout
 from upsnb.hardware import Hardware
 from upsnb.memory import plan, predict
@@ -101,13 +101,14 @@ def mean_parts(ranks: list[Mapping]) -> dict[str, float]:
     return {name: float(np.mean([parts[name] for parts in partitions])) for name in SHARES}
 
 
-def bytes_per_step(parameters: Mapping, config: RunConfig, num_ranks: int) -> float:
+def bytes_per_step(parameters: Mapping, config: RunConfig, num_ranks: int, stage: str = OPERATOR) -> float:
     """Bytes that each rank sends in one optimizer step, computed from parameter counts.
 
     DDP: ring all-reduce of gradients, 2 (n - 1) / n of them, once a step (`no_sync`) or after every microbatch.
     FSDP2: all-gather of the weights for forward and again for backward, (n - 1) / n of them in the autocast dtype, for
-    every microbatch and of the parts that its dataset uses; reduce-scatter of float32 gradients, (n - 1) / n. Muon's
-    products of sharded matrices, which exchange more, are not in it; a profile's collectives are.
+    every call of every microbatch, as many in a row as the stage may take, and of the parts that its dataset uses;
+    reduce-scatter of float32 gradients, (n - 1) / n, once for all calls. Muon's products of sharded matrices, which
+    exchange more, are not in it; a profile's collectives are.
 
     Args:
         parameters: `parameters` of a profile.
@@ -120,7 +121,7 @@ def bytes_per_step(parameters: Mapping, config: RunConfig, num_ranks: int) -> fl
         return 2 * part * (2 if training.bf16_gradients else 4) * everything * averages
     used = parameters["operator"] + sum(codecs.values()) / len(codecs)
     width = 2 if training.amp and training.amp_dtype != "float32" else 4
-    gathered = 2 * width * used * training.accum_steps
+    gathered = 2 * width * used * training.accum_steps * config.calls(stage)
     return part * (gathered + 4 * (everything if training.no_sync else used * averages))
 
 
@@ -138,6 +139,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
     if not taken:
         raise RunError(f"{run.folder}: has no profile -> profiling.take(run) while it trains")
     config, ranks = run.current_config, read(run.folder, len(taken[-1]["files"]))
+    stage = taken[-1].get("stage") or OPERATOR
     parts = mean_parts(ranks)
     step_ms = sum(parts.values())
     timed = range(ranks[0]["first_step"] + 1, ranks[0]["first_step"] + 1 + ranks[0]["num_steps"]["timed"])
@@ -164,7 +166,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "mfu": ranks[0]["flops_per_step"] / (step_ms / 1e3) / (peak * 1e12),
         "communication_ms": float(np.mean([rank["trace"]["communication_ms"] for rank in ranks])),
         "collectives": ranks[0]["trace"]["collectives"],
-        "bytes_per_step": bytes_per_step(ranks[0]["parameters"], config, len(ranks)),
+        "bytes_per_step": bytes_per_step(ranks[0]["parameters"], config, len(ranks), stage),
         "operations": ranks[0]["trace"]["operations"],
         "num_launches": ranks[0]["trace"]["num_launches"],
         "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),

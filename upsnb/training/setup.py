@@ -40,6 +40,8 @@ COMPILED = (  # prefixes of settings that compiled code depends on
     "training.loss_frequency",
     "training.noise",
     "operator.pdet.",
+    "stages.finetune.unroll",
+    "stages.crps.unroll",
 )
 
 
@@ -160,7 +162,8 @@ class Setup:
         if touches("operator.pdet."):
             surrogate.set_checkpointing(self.model.blocks(), new.operator.pdet)
             surrogate.set_attention(self.model.blocks(), new.operator.pdet.attention)
-        if touches("training.compile"):
+        self.objective.config, self.objective.stage = training, stages.settings(new, self.stage)
+        if touches("training.compile", f"stages.{self.stage}.unroll"):
             compiling.set_compile(self.objective, training)
         if precision.amp_dtype(new) != precision.amp_dtype(self.config):
             self.scaler = precision.build_scaler(new, ranks.device)
@@ -169,7 +172,6 @@ class Setup:
         self.tf32.set(training.tf32)
         if touches("optimizer", f"stages.{self.stage}.optimizer", "training.cpu_offload_optimizer"):
             self._rebuild_optimizers(new)
-        self.objective.config, self.objective.stage = training, stages.settings(new, self.stage)
         self.plateau.config = self.objective.stage.scheduler
         self.config = new
 
@@ -179,10 +181,12 @@ class Setup:
         return parallel.unwrapped(self.loss)
 
     def _shard_again(self, new: RunConfig) -> None:
-        """Shard the same weights, moments and averages anew under another config; all ranks enter."""
-        weights = parallel.gather_full(self.model.state_dict())
-        moments = parallel.gather_full(optimizers.optimizer_state(self.model, self.optimizers))
-        averages = parallel.gather_full(self.ema.state_dict()) if self.ema else None
+        """Shard the same weights, moments and averages anew under another config; all ranks enter.
+
+        Over the same ranks they are cut as before, so each rank takes up its own part, and none gathers the whole.
+        """
+        weights, moments = self.model.state_dict(), optimizers.optimizer_state(self.model, self.optimizers)
+        averages = self.ema.state_dict() if self.ema else None
         objective = stages.build(new, self.datasets, self.stage).to(self.ranks.device)
         self.model, self.loss = objective.model, parallel.wrap(objective, new, self.generator, self.ranks)
         self.optimizers = build_optimizers(self.model, new, self.stage)
