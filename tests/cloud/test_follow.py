@@ -23,6 +23,7 @@ from upsnb.runs import checkpoint_index
 from upsnb.runs.files import read_json, write_json
 from upsnb.runs.handle import Run
 
+NOTEBOOK = project_root() / "notebooks/01_train.ipynb"
 SMOKE = project_root() / "params/smoke.yaml"
 
 
@@ -191,10 +192,10 @@ def test_a_run_is_rented_and_goes_on_elsewhere_when_its_machine_is_taken_away(cl
     found = subprocess.run(["ssh", "-G", "box"], capture_output=True, text=True, check=True).stdout
     cloud.port_of_ssh = int(next(line.split()[1] for line in found.splitlines() if line.startswith("port ")))
     settings = ["training.time_limit_s=12", "checkpoint.interval=10"]
-    given, config = read_parameters(project_root() / "notebooks/01_train.ipynb", [SMOKE], settings)
+    given, config = read_parameters(NOTEBOOK, [SMOKE], settings)
     (planned,) = launches.plan(vast.needs(config), 5.0, interruptible=True)
     said: list[str] = []
-    folder = launches.start_rented(planned, Path("01_train.ipynb"), given, config, say=said.append)
+    folder = launches.start_rented(planned, NOTEBOOK, given, config, say=said.append)
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if OWN_KEY in path.read_text(errors="replace")]
     assert "instance 7000" in launches.status(folder.name)
     onstart, ended, lost, pull = cloud.instances[7000]["onstart"], [], [], Host.pull

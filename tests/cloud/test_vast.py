@@ -17,6 +17,7 @@ from upsnb.errors import ConfigError, RunError
 from upsnb.overlays import project_root
 
 FILTERED = ("num_gpus", "gpu_ram", "cuda_max_good", "compute_cap", "disk_space")
+NOTEBOOK = project_root() / "notebooks/01_train.ipynb"
 SMOKE = {"training.time_limit_s": 1800.0, "cost.budget": None}
 
 
@@ -68,6 +69,8 @@ def test_the_cheapest_for_the_whole_run_comes_first_not_the_cheapest_by_the_hour
     rows = vast.offers(wanted, budget=3.0)
     assert [row["id"] for row in rows] == [2, 1, 3]
     assert rows[0]["dollars"] == pytest.approx(1.5 * (0.5 + vast.START_H)) and rows[0]["hours_for_budget"] == 2.0
+    stages = {"stages.finetune.epochs": 9, "stages.finetune.time_limit_s": 1800.0}
+    assert vast.needs(overlays.apply(config, stages))["hours"] == 1.0, "of all stages"
     by_epochs = vast.needs(overlays.apply(config, {"training.time_limit_s": None}))
     cloud.offers[1] = cloud.offers[1] | {"total_flops": 90.0}
     assert [row["id"] for row in vast.offers(by_epochs)] == [2, 1, 3], "most operations for a dollar"
@@ -145,7 +148,7 @@ def test_a_survey_says_why_there_are_no_offers_and_the_line_to_type_makes_the_sa
     for preset in ("smoke", ""):  # a params file that starts from nothing names none
         words = shlex.split(launches.line(preset, config, 5.0))
         params = [value for flag, value in pairwise(words) if flag == "-p"]
-        assert read_parameters(project_root() / "notebooks/01_train.ipynb", [], params)[1] == config
+        assert read_parameters(NOTEBOOK, [], params)[1] == config
 
 
 # -- the switch --------------------------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ def _script(cloud) -> Path:
 
 def start(config):
     (planned,) = launches.plan(vast.needs(config), 5.0)
-    return launches.start_rented(planned, Path("01_train.ipynb"), {}, config, say=lambda line: None)
+    return launches.start_rented(planned, NOTEBOOK, {}, config, say=lambda line: None)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.checkpoint_index import INDEX
 
-CODE = ("upsnb", "notebooks", "params", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+CODE = ("upsnb", "notebooks", "params", "examples", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 GIVEN, EXIT_CODE, OUTPUT, PROCESS, LIFE = "given.yaml", "exit_code", "output.txt", "process", "life"
 CONNECT_S, SILENT_S = 20, 60  # until a machine answers; until one that no longer answers is given up
 ANSWER_S = 120.0  # for a request that moves nothing

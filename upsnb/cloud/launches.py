@@ -19,7 +19,7 @@ import yaml
 
 from upsnb import overlays
 from upsnb.cloud import vast
-from upsnb.cloud.host import KEPT, KNOWN, Host
+from upsnb.cloud.host import CODE, KEPT, KNOWN, Host
 from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import RunError
 from upsnb.report.file import finish
@@ -74,10 +74,10 @@ def start_on(host: Host, notebook: Path, given: dict, config: RunConfig, resumed
         config: what they come to.
         resumed: a run's folder to go on with there.
     Raises:
-        RunError: no connection, no Python there, or a name that is taken there.
+        RunError: no connection, no Python there, a name that is taken there, or what `_asked` refuses.
     """
+    asked = _asked(notebook, given, config)
     folder = _folder(config, resumed)
-    asked = {"notebook": f"notebooks/{notebook.name}", "given": _given(given, config)}
     record = {"provider": "ssh", "instance": None, "price_per_hour": config.cost.price_per_hour, "limit_s": 0.0}
     with _nothing_left(folder):
         _begin(host, folder, asked)
@@ -202,12 +202,12 @@ def start_rented(
     Raises:
         RunError: whatever failed, after the instance was destroyed; or that it could not be, and its number.
     """
+    asked = {**_asked(notebook, given, config), "image": image}
     if not vast.ssh_keys():
         raise RunError(
             "vastai: the account has no SSH key -> .vastai/bin/vastai create ssh-key, and it gets in with it"
         )
     folder = _folder(config, resumed)
-    asked = {"notebook": f"notebooks/{notebook.name}", "given": _given(given, config), "image": image}
     with _nothing_left(folder):
         try:
             rent(folder, planned, {"provider": "vast", "budget": planned["budget"], "spent": 0.0, **asked}, say)
@@ -297,6 +297,24 @@ def _nothing_left(folder: Path):
 def _forget(folder: Path) -> None:
     for name in (KEPT, KNOWN):
         (folder / name).unlink(missing_ok=True)
+
+
+def _asked(notebook: Path, given: dict, config: RunConfig) -> dict:
+    """What is to run there: a notebook by its path in the project, and what to pass to it.
+
+    Raises:
+        RunError: the notebook, its preset or the file of its workload is in no folder that is sent.
+    """
+    root, notebook, wanted = overlays.project_root().resolve(), notebook.resolve(), [notebook]
+    if given.get("preset"):
+        wanted.append(overlays.preset_path(given["preset"]).resolve())
+    if (workload := config.data.workload.rpartition(":")[0]).endswith(".py"):
+        wanted.append((root / workload).resolve())
+    for path in wanted:
+        if not any(path.is_relative_to(root / part) for part in CODE):
+            sent = ", ".join(f"{part}/" for part in CODE if (root / part).is_dir())
+            raise RunError(f"{path}: would be missing there, because only {sent} are sent -> move it into one of them")
+    return {"notebook": notebook.relative_to(root).as_posix(), "given": _given(given, config)}
 
 
 def _given(given: dict, config: RunConfig) -> dict:

@@ -122,13 +122,13 @@ def needs(config: RunConfig) -> dict:
         peak_gib = Predictor(config, granularity=CUDA_GRANULARITY).at().gib
     except DataError:  # files that are not here, and their fields' size with them
         peak_gib = None
-    halves = training.amp and training.amp_dtype == "bfloat16"
+    halves, limits = training.amp and training.amp_dtype == "bfloat16", [*map(config.limit_s, config.stages.planned)]
     return {
         "num_gpus": training.num_gpus,
         "gpu_gib": round(peak_gib * (1 + plan.FRAGMENTATION) + plan.RESERVE_GIB, 2) if peak_gib else None,
         "disk_gb": round(SOFTWARE_GB + data_gb + CHECKPOINTS_GB + 5),
         "data_gb": round(data_gb, 1),
-        "hours": round(training.time_limit_s / 3600, 3) if training.time_limit_s else None,
+        "hours": None if None in limits else round(sum(limits) / 3600, 3),
         "cuda": WHEEL_CUDA,
         "capability": BF16_CAPABILITY if halves else WHEEL_CAPABILITY,
     }
