@@ -10,6 +10,7 @@ import pytest
 
 from upsnb import __main__ as command
 from upsnb import overlays
+from upsnb.commands import summary
 from upsnb.compare import ladder, scaling, verdict
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
@@ -232,6 +233,19 @@ def test_a_notebooks_own_parameters_pass_untouched(tmp_path):
     assert command.read_parameters(path, [], ["num_pairs=6"])[0] == {"num_pairs": 6}
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    ("fail_on_verdict='false'", "fail_on_verdict: got 'false' -> write true or false"),
+    ("seeds=42", "seeds: got 42 -> write list[int]"),
+])  # fmt: skip
+def test_a_notebooks_own_parameters_have_the_types_that_its_cell_says(refused, tmp_path, given, said):
+    own = "\nfail_on_verdict: bool = False\nseeds: list[int] = [1]"
+    path = notebook(tmp_path / "n.ipynb", parameters=PARAMETERS + own)
+    assert f"-p {given}: {said}" in refused(path, "-p", given)
+    file = params_file(tmp_path / "p.yaml", given.replace("=", ": "))
+    assert f"p.yaml: {said}" in refused(path, "-f", file)
+    assert command.read_parameters(path, [], ["seeds=[1, 2]"])[0] == {"seeds": [1, 2]}
+
+
 def test_files_and_settings_go_over_the_notebooks_knobs(tmp_path):
     knobs = "\nseed: int = 5  # of the weights\ntime_limit_s: float = None  # [s]"
     path = notebook(tmp_path / "n.ipynb", parameters=PARAMETERS + knobs)
@@ -337,8 +351,10 @@ def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path):
 def test_old_report_is_not_shown_for_a_new_failure(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "report.json").write_text(json.dumps(REPORT))
+    (tmp_path / "run" / "figures").mkdir()
+    (tmp_path / "run" / "figures" / "loss.png").touch()
     done = execute(notebook(tmp_path / "n.ipynb", "1 / 0"), "-o", tmp_path / "run", cwd=tmp_path)
-    assert done.returncode == command.FAILED and "321" not in done.stdout
+    assert done.returncode == command.FAILED and "321" not in done.stdout and "loss.png" not in done.stdout
 
 
 @pytest.mark.slow
@@ -356,9 +372,9 @@ def test_run_folder_is_made_under_outputs(tmp_path):
 @pytest.mark.parametrize("report", [{}, {"datasets": {"d": {"test": {}}}, "samples_per_s": None}])
 def test_half_a_report_still_prints(report, tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(report))
-    assert command.summary(tmp_path)
+    assert summary(tmp_path)
     (tmp_path / "report.json").write_text("{")
-    assert "damaged" in command.summary(tmp_path)
+    assert "damaged" in summary(tmp_path)
 
 
 def test_report_of_memory_prints_errors_and_batches(tmp_path):
@@ -366,7 +382,7 @@ def test_report_of_memory_prints_errors_and_batches(tmp_path):
     fits = [{"phases": "as configured", "gpu": gpu, "batch_size": size} for gpu, size in (("T4", 7), ("H200", 77))]
     made = {"kind": "memory", "rows": [{**row, "not_measured": None}], "fits": fits, "measured_by": "an allocator"}
     (tmp_path / "report.json").write_text(json.dumps(made))
-    said = command.summary(tmp_path)
+    said = summary(tmp_path)
     assert "largest error 25 % of 1, an allocator" in said and "T4  H200" in said and "7    77" in said
 
 
@@ -375,5 +391,5 @@ def test_every_kind_of_report_is_told_by_its_own_module(module, tmp_path, monkey
     """A report of another kind than training's, told as one of training, is a column of None."""
     monkeypatch.setattr(module, "summary", lambda report: f"told by {module.__name__}: {report['kind']}")
     (tmp_path / "report.json").write_text(json.dumps({"kind": module.KIND}))
-    said = command.summary(tmp_path)
+    said = summary(tmp_path)
     assert said.strip() == f"told by {module.__name__}: {module.KIND}"

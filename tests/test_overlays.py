@@ -260,6 +260,25 @@ def test_notebook_problems_name_preset_and_papermill(tmp_path):
         assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "value", "said"),
+    [
+        ("fail_on_verdict", bool, "false", "fail_on_verdict: got 'false' -> write true or false"),  # a text is true
+        ("seeds", list[int], 42, "seeds: got 42 -> write list[int]"),
+        ("chosen", list[str], "compile", "chosen: got 'compile' -> write list[str]"),
+        ("block_s", float, "5s", "block_s: got '5s' -> write a number"),
+    ],
+)
+def test_a_parameter_of_the_notebook_s_own_has_the_type_that_its_cell_says(name, kind, value, said):
+    assert said in problems(overlays.from_notebook, {name: value, "__annotations__": {name: kind}}, (name,))
+    text = kind.__name__ if type(kind) is type else str(kind)
+    assert list(overlays.of_other_types({name: value}, {name: text}, [name])) == [said], "as a command reads the cell"
+    assert not list(overlays.of_other_types({name: value}, {name: "Unknown"}, [name]))
+    for right in (None, {bool: True, list[int]: [1, 2], list[str]: [], float: 5}[kind]):
+        variables = {name: right, "__annotations__": {name: kind}}
+        assert overlays.from_notebook(variables, own=(name,)) == RunConfig()
+
+
 def test_what_is_no_parameter_is_passed_over():
     variables = {"In": [""], "Out": {}, "exit": 1, "quit": 1, "get_ipython": 1, "open": 1, "_dh": [], "np": overlays}
     assert overlays.from_notebook({**variables, "run_folder": "x", "arms": [1]}, own=("arms",)) == RunConfig()

@@ -14,13 +14,11 @@ from importlib import metadata
 from pathlib import Path
 
 from upsnb import commands, overlays, plain_yaml
-from upsnb.commands import summary
 from upsnb.config import RunConfig
 from upsnb.errors import MOST_SHOWN, ConfigError, Problem, RunError, RunFailed, RunTimeout, UpsError, shown
 from upsnb.overlays import as_typed
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import INTERRUPTS
-from upsnb.runs.runfolder import REPORT
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
@@ -86,8 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         lambda args: run(args.notebook, args.file, args.param, args.output),
     )
     ran.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb, or 01_train")
-    ran.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
-    ran.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
+    _add_parameters(ran)
     ran.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="run folder (a new one under outputs/)")
     checked = command(
         "check",
@@ -187,10 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     got.add_argument("-n", dest="first", type=int, metavar="N", help="only the first N samples")
     got.add_argument("-o", dest="output", type=_folder, default=Path("data"), metavar="FOLDER", help="data/")
     got.set_defaults(of_data=lambda args: commands.data_get(args.name, args.output, args.first))
-    _add_cloud(
-        command("cloud", "train on another machine: by ssh, or on rented GPUs", lambda args: args.of_cloud(args))
-    )
+    _add_cloud(command("cloud", "train elsewhere: by ssh, or on rented GPUs", lambda args: args.of_cloud(args)))
     return parser
+
+
+def _add_parameters(to: argparse.ArgumentParser) -> None:
+    to.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
+    to.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
 
 
 def _add_cloud(cloud: argparse.ArgumentParser) -> None:
@@ -237,12 +237,7 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
     rented.add_argument("--yes", action="store_true", help="do it; else the command and its price are printed")
     for added in (reached, offered, rented):
         added.add_argument("notebook", type=Path, nargs="?", default=Path("01_train"), help="01_train")
-        added.add_argument(
-            "-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file"
-        )
-        added.add_argument(
-            "-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML"
-        )
+        _add_parameters(added)
     for added in (reached, rented):
         added.add_argument("--resume", metavar="RUN", help="send its checkpoints too, and go on from the latest")
     told = command("status", "print what runs elsewhere do and cost", lambda args: commands.cloud_status(args.runs))
@@ -319,7 +314,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
     except OSError as error:  # a file in its place, no permission, a name too long
         where = as_typed(folder or config.logging.root)
         raise RunError(f"{where}: no folder can be made there ({error.strerror}) -> choose another with -o") from None
-    (folder / REPORT).unlink(missing_ok=True)  # of the segment before; a failure must not show its numbers
+    runfolder.set_aside(folder)  # what the segment before showed; a failure must not show its numbers
     executed = folder / "notebook.ipynb"
     print(f"{as_typed(notebook)} -> {as_typed(executed)}", flush=True)
     preset = _defaults(notebook).get("preset")
@@ -332,7 +327,7 @@ def run(notebook: Path, files: list[Path], params: list[str], folder: Path | Non
         cause = _execute(notebook, executed, {**parameters, "run_folder": str(folder)}) or _run_failure(folder)
     finally:
         signal.signal(signal.SIGINT, previous)
-    print(summary(folder))
+    print(commands.summary(folder))
     if interrupts:
         print(f"stopped by its user{': ' + cause if cause else ''}", file=sys.stderr)
         return INTERRUPTED
@@ -389,7 +384,7 @@ def read_parameters(
     Raises:
         ConfigError: every unknown name, wrong type and contradiction at once, each with what brought it.
     """
-    defaults = _defaults(notebook)
+    defaults, kinds = _defaults(notebook), overlays.annotations(_parameters_cell(notebook))
     own = {name for name in defaults if name not in overlays.PARAMETERS and not overlays.is_setting(name)}
     given, passed, sources = overlays.Layers("the parameters"), {}, []
     for file in files:
@@ -410,6 +405,7 @@ def read_parameters(
     for source, values in sources:
         if "run_folder" in values:
             given.problems.append(f"{source}: run_folder: is chosen with -o")
+        given.problems += [f"{source}: {said}" for said in overlays.of_other_types(values, kinds, sorted(own))]
         passed |= {key: value for key, value in values.items() if key in own or (key == "preset" and key in defaults)}
         given.put({key: value for key, value in values.items() if key not in (*passed, "run_folder")}, source)
         for section in sorted({path.partition(".")[0] for path in given.layers[-1][1]} - defaults.keys()):
@@ -424,8 +420,7 @@ def read_parameters(
     return passed, layers.config(check)
 
 
-def _defaults(notebook: Path) -> dict:
-    """Names that the notebook's parameters cell defines, with their values where these are plain data."""
+def _parameters_cell(notebook: Path) -> str:
     try:
         cells = json.loads(notebook.read_text())["cells"]
     except (ValueError, KeyError, TypeError):
@@ -433,8 +428,13 @@ def _defaults(notebook: Path) -> dict:
     source = next((c["source"] for c in cells if "parameters" in c["metadata"].get("tags", ())), None)
     if source is None:
         raise RunError(f"{notebook}: no cell is tagged `parameters` -> tag the one that defines preset and sections")
+    return "".join(source)
+
+
+def _defaults(notebook: Path) -> dict:
+    """Names that the notebook's parameters cell defines, with their values where these are plain data."""
     defaults = {}
-    for name, value in overlays.assignments("".join(source)).items():
+    for name, value in overlays.assignments(_parameters_cell(notebook)).items():
         try:
             defaults[name] = ast.literal_eval(value)
         except ValueError:

@@ -9,11 +9,14 @@ looked up in FLAT_ORDER, then wherever only one setting ends so). `null` empties
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from upsnb import config as configs
 from upsnb import plain_yaml
@@ -23,6 +26,7 @@ from upsnb.rules import did_you_mean
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent", "checkpoint")
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
+CALLED = {"str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}  # types, in words
 # mappings with names as keys
 NAMED = (
     *("data.datasets", "data.mixing.from_epoch", "data.workload_settings", "model.settings"),
@@ -311,6 +315,7 @@ def of_notebook(variables: dict, own: Collection[str] = (), injected: Collection
         injected: names that papermill gave a value; None: as the notebook's history says.
     """
     layers = Layers("the notebook's parameters")
+    layers.problems += of_other_types(variables, variables.get("__annotations__", {}), (*PARAMETERS, *own))
     plain = (str, int, float, list, tuple, dict, type(None))
     passed_over = {*PARAMETERS, *own, "In", "Out", "exit", "quit", "get_ipython", "open"}
     if variables.get("preset"):
@@ -329,6 +334,24 @@ def of_notebook(variables: dict, own: Collection[str] = (), injected: Collection
     layers.put(in_cell, unset=[name for name, value in in_cell.items() if value is None])
     layers.put({name: value for name, value in taken.items() if name in injected}, "given to papermill")
     return layers
+
+
+def of_other_types(values: Mapping, kinds: Mapping, names: Collection[str]) -> Iterator[str]:
+    """Parameters of a notebook itself that are not of the type its cell says: papermill's text 'false' is true.
+
+    Args:
+        kinds: of names, types or their texts.
+    """
+    for name in names:
+        kind, value = kinds.get(name), values.get(name)
+        if kind is None or value is None:
+            continue
+        said = kind.__name__ if type(kind) is type else str(kind)
+        with contextlib.suppress(PydanticUserError):  # a type that is known to the notebook alone
+            try:
+                TypeAdapter(kind).validate_python(value, strict=True)
+            except ValidationError:
+                yield f"{name}: got {shown(value)} -> write {CALLED.get(said, said)}"
 
 
 def pieces(overlay: dict) -> list[tuple[str, object]]:
@@ -367,6 +390,12 @@ def assignments(source: str) -> dict[str, ast.expr | None]:
             targets = getattr(node, "targets", None) or [node.target]
             found |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
     return found
+
+
+def annotations(source: str) -> dict[str, str]:
+    """Types that a cell gives the names it assigns at its top level, as texts."""
+    typed = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
+    return {ast.unparse(node.target): ast.unparse(node.annotation) for node in typed}
 
 
 def _parameter_names(variables: dict) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """The ladder: what is measured against what, and a recommendation that rests on measurements alone."""
 
+import contextlib
 import json
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,7 +10,8 @@ from made_runs import START
 from upsnb import hardware, overlays
 from upsnb.compare import ladder, ladder_figures
 from upsnb.compare.turns import Turns
-from upsnb.errors import ConfigError, RunError
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError, RunError, RunFailed
 from upsnb.hardware import Hardware
 from upsnb.phases import BY_NAME, is_on, setting
 
@@ -149,7 +150,7 @@ def measure(monkeypatch, tmp_path):
         def start(config, folder):
             if folder.name == broken:
                 raise RunError(f"{folder}: rank 0 raised ValueError\nand more")
-            return SimpleNamespace(end=lambda: None, events=[{"kind": "start", **START}])
+            return Waiting()
 
         def beside(reference, config, folder, *arguments):
             ratio = {"median": 1.5, "ci95": [1.4, 1.6], "num_rounds": 3}
@@ -170,7 +171,7 @@ def test_a_full_set_that_does_not_start_takes_nothing_else_with_it(measure):
     assert {row["phase"]: row["ratio"]["median"] for row in report["alone"]} == {"compile": 1.5, "bf16": 1.5}
     assert report["ladder"] and all("failed" not in row for row in report["ladder"])
     assert {row["failed"].splitlines()[0].partition(": ")[0] for row in report["leave_one_out"]} == {
-        "the full set did not start"
+        "the full set did not start or train"
     }
     assert "rank 0 raised ValueError" in ladder.summary(report) and "and more" not in ladder.summary(report)
     assert "did not start" in ladder_figures.table(report).to_string()
@@ -237,3 +238,66 @@ def test_a_ladder_of_another_workload_calls_its_error_by_its_name(of_tokens, mea
     assert not [column for column in (*phases, *tried) if "nRMSE" in column]
     del report["metric"]  # as in a report of before
     assert "nRMSE ratio alone" in ladder_figures.table(report)
+
+
+def test_a_file_without_a_set_claims_none(tmp_path):
+    for basis, said in (
+        ("nothing was searched", "Nothing was searched for"),
+        ("the search failed: no", "search failed"),
+    ):
+        nothing = {**ladder.NOTHING, "basis": basis}
+        report = {"recommended": nothing, "hardware": LAPTOP.as_dict(), "num_ranks": 1, "date": "2026-01-02"}
+        text = ladder.write_params(report, tmp_path / "recommended.yaml").read_text()
+        assert said in text and "fastest" not in text
+
+
+class Waiting:
+    """What others are measured against, of which nobody asks more than that it is stopped."""
+
+    def __init__(self, said=None):
+        self.run, self.said = self, [] if said is None else said
+        self.events = [{"kind": "start", **START}]
+
+    def stop(self):
+        self.said.append("stop")
+
+    def end(self):
+        self.said.append("end")
+
+
+def test_all_that_wait_are_asked_to_stop_before_one_of_them_is_waited_for(tmp_path):
+    """Whoever interrupts a second time does not wait for the first of them, and must leave none behind."""
+    measured, said = ladder.Measurements(tmp_path, 1.0, 1, 0, print), []
+    measured.references = {"baseline": Waiting(said), "full set": Waiting(said)}
+    measured.close()
+    assert said == ["stop", "stop", "end", "end"]
+
+
+def test_one_training_that_fails_costs_no_other_row_and_each_is_written_at_once(tmp_path, monkeypatch):
+    """A ladder takes hours, and is interrupted, or runs out of memory in one of its trainings."""
+    waiting, trained = [], []
+    ratio = {"median": 1.5, "ci95": [1.4, 1.6], "num_rounds": 3}
+
+    class Failing:
+        folder = tmp_path
+
+        def stopped_by_errors(self):
+            return contextlib.nullcontext()
+
+        def wait(self):
+            trained.append(1)
+            if len(trained) == 2:
+                raise RunFailed(tmp_path, "failed", "out of memory")
+            if len(trained) == 5:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder.Turns, "start", lambda *_: waiting.append(Waiting()) or waiting[-1])
+    monkeypatch.setattr(ladder.handle, "start", lambda *_: Failing())
+    monkeypatch.setattr(ladder, "last_score", lambda run: 0.1)
+    row = {"ratio": ratio, "memory_gib": 1.0, "reference_memory_gib": 1.0}
+    monkeypatch.setattr(ladder, "measure_beside", lambda *_: dict(row))
+    with pytest.raises(KeyboardInterrupt):
+        ladder.measure(RunConfig(), tmp_path, quality_epochs=1, log=lambda text: None)
+    alone = json.loads((tmp_path / "report.json").read_text())["alone"]
+    assert ["out of memory" in one.get("failed", "") for one in alone][:3] == [True, False, False]
+    assert waiting[0].said == ["stop", "end"]

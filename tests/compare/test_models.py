@@ -1,12 +1,16 @@
 """Models beside each other: same data, same time, each with its own file; what is wrong is said before one trains."""
 
+import contextlib
+import copy
+import time
+
 import pytest
 from figure_checks import check
 
 from upsnb import overlays
 from upsnb.compare import models, models_figures
 from upsnb.data.datasets import open_all
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, RunError, RunFailed
 from upsnb.runs import runfolder
 from upsnb.training import stages
 
@@ -84,6 +88,68 @@ def test_a_model_s_file_goes_on_top_of_every_other_file(name, tiny_setup):
     objective = tiny_setup(**overlays.flatten(overlays.read(path))).objective
     for file in sorted((runfolder.project_root() / "params").glob("*.yaml")):
         stages.check(objective, overlays.load(file, path))
+
+
+def test_what_has_finished_is_not_trained_again_and_what_was_interrupted_goes_on(tiny_config, tmp_path, monkeypatch):
+    config, started = tiny_config(), []
+    monkeypatch.setattr(models.handle, "start", lambda config, folder: started.append(config.checkpoint.resume))
+    models._started(config, tmp_path / "run")
+    runfolder.create(config, tmp_path / "run")
+    runfolder.update_manifest(tmp_path / "run", status="failed")
+    models._started(config, tmp_path / "run")
+    assert started == [config.checkpoint.resume, True]
+    runfolder.update_manifest(tmp_path / "run", status="finished", end_reason="time")
+    assert models._started(config, tmp_path / "run").folder == tmp_path / "run" and len(started) == 2
+    runfolder.update_manifest(tmp_path / "run", status="starting", end_reason=None, created=time.time())
+    assert models._started(config, tmp_path / "run").status() == "starting" and len(started) == 2, "it is waited for"
+    runfolder.write_control(tmp_path / "run", None, runfolder.STOP)
+    end = {"status": "finished", "end_reason": "stopped"}
+    monkeypatch.setattr(models.Run, "wait", lambda run: runfolder.update_manifest(run.folder, **end))
+    models._started(config, tmp_path / "run")
+    assert len(started) == 3 and started[-1], "what an interrupt still stops is not taken for a whole training"
+
+
+@pytest.fixture
+def trained(tiny_config, tmp_path, monkeypatch):
+    """`trained(failing)`: two models, of which one fails; their configs."""
+
+    class Made:
+        def __init__(self, folder, failing):
+            self.folder, self.failing = folder, failing
+
+        def stopped_by_errors(self):
+            return contextlib.nullcontext()
+
+        def wait(self, on_event):
+            if self.folder.name.startswith(self.failing):
+                raise RunFailed(self.folder, "failed", "out of memory")
+
+    def make(failing):
+        monkeypatch.setattr(models.handle, "start", lambda config, folder: Made(folder, failing))
+        monkeypatch.setattr(models, "_row", lambda name, run, opened: {"model": name})
+        monkeypatch.setattr(models, "_line", lambda row: row["model"])
+        return models.plan(tiny_config(**{"training.time_limit_s": 5.0}), ["fno", "unet"])
+
+    return make
+
+
+def test_one_model_that_fails_costs_no_other_and_each_is_written_at_once(trained, tmp_path, monkeypatch):
+    configs, written = trained("fno"), []
+    monkeypatch.setattr(models, "finish", lambda report, folder: written.append(copy.deepcopy(report)) or report)
+    made = models.train(configs, tmp_path, [0, 1], log=lambda text: None)
+    assert [(len(one["rows"]), len(one["failed"])) for one in written] == [(0, 1), (1, 1), (1, 2), (2, 2)]
+    assert [row["model"] for row in made["rows"]] == ["unet", "unet"] and "out of memory" in made["failed"]["fno-seed0"]
+    assert "fno-seed1: failed: run" in models.summary(made)
+    with pytest.raises(RunError, match="no model was trained to its end\n.*out of memory"):
+        models.train(trained(""), tmp_path, log=lambda text: None)
+
+
+def test_a_folder_of_other_settings_is_refused_before_anything_trains(trained, tmp_path):
+    configs = trained("")
+    other = overlays.apply(configs["unet"], {"optimizer.lr": 0.5, "training.seed": 42})
+    runfolder.create(other, tmp_path / "runs/unet-seed42")
+    with pytest.raises(RunError, match="was trained with another optimizer.lr -> choose another folder"):
+        models.train(configs, tmp_path, log=pytest.fail)
 
 
 def test_what_a_run_reached_and_cost_is_one_row(tiny_config, train_here, tmp_path, monkeypatch):

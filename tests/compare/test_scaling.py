@@ -89,7 +89,13 @@ def test_scaling_of_another_workload_counts_in_its_unit(of_tokens, tmp_path, mon
     monkeypatch.setattr(hardware, "detect", lambda: CPU)
     monkeypatch.setattr(scaling.Turns, "start", lambda *_: one)
     monkeypatch.setattr(scaling, "measure_beside", lambda *_, **__: {"ratio": ratio})
-    report = scaling.measure(BASE, tmp_path, ranks=[2], wrappers=["ddp"], log=lambda text: None)
+    written = []
+
+    def log(text):
+        written.append(len(json.loads((tmp_path / "report.json").read_text())["rows"]))
+
+    report = scaling.measure(BASE, tmp_path, ranks=[2], wrappers=["ddp"], log=log)
+    assert written == [1, 2], "each row is written at once"
     assert "tokens/s" in scaling_figures.table(report) and "samples/s" not in scaling_figures.table(report)
     del report["unit"]  # as in a report of before
     assert "samples/s" in scaling_figures.table(report)

@@ -311,7 +311,7 @@ ASKED = {"lr": {"from": 1e-4, "to": 1e-1, "log": True}, "depth": {"from": 2, "to
 
 def test_without_optuna_a_search_is_refused_with_what_installs_it(monkeypatch):
     monkeypatch.setattr(sweep, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="sampler: optuna is not installed -> pip install"):
+    with pytest.raises(ConfigError, match="sampler: optuna is not installed -> .venv/bin/pip install"):
         sweep.plan(CONFIG, random=ASKED, draws=9, sampler="optuna")
 
 

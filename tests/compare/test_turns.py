@@ -59,10 +59,17 @@ def test_what_goes_wrong_while_it_starts_stops_the_run(tmp_path, monkeypatch):
         def status(self):
             return "running"
 
-    monkeypatch.setattr(handle, "start", lambda config, folder: Slow(folder))
+    ends_with_us = []
+
+    def start(config, folder, attached=False):
+        ends_with_us.append(attached)
+        return Slow(folder)
+
+    monkeypatch.setattr(handle, "start", start)
     with pytest.raises(RunTimeout):
         Turns.start(RunConfig(), tmp_path)
     assert stopped == [tmp_path]
+    assert ends_with_us == [True], "nobody else would ever give it a turn"
 
 
 class Arm:

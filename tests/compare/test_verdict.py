@@ -1,12 +1,15 @@
 """Verdicts on two arms: what they left is compared, and nothing is claimed that was not measured."""
 
 import json
+import re
 
 import pytest
 from made_runs import END, START, TOKENS, finished, step, write_run
 
-from upsnb.compare import figures, verdict
-from upsnb.errors import RunError
+from upsnb import overlays
+from upsnb.compare import arms, figures, models, sweep, verdict
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError, RunError
 from upsnb.runs import handle, runfolder
 
 
@@ -111,7 +114,7 @@ def test_runs_that_say_nothing_about_each_other_are_not_compared(tmp_path):
     with pytest.raises(RunError, match="two/run: failed: it broke"):
         verdict.compare(a, b)
     stopped = write_run(tmp_path / "stopped", [step(1), {"kind": "end", "step": 1, **END, "reason": "stopped"}])
-    with pytest.raises(RunError, match=r"no final errors, because it ended early \(stopped\)"):
+    with pytest.raises(RunError, match=r"no final errors \(it ended by stopped\)"):
         verdict.compare(a, stopped)
 
 
@@ -182,3 +185,30 @@ def test_errors_of_two_names_are_not_compared(tmp_path):
     writer.close()
     with pytest.raises(RunError, match="different errors: nRMSE, perplexity -> compare runs of one workload"):
         verdict.compare(a, b)
+
+
+@pytest.mark.parametrize(
+    ("criteria", "said"),
+    [
+        ({"speed": 2}, "criteria.speed: unknown -> known are speedup"),
+        ({"speedup": "2"}, "criteria.speedup: got '2' -> write a number, or null"),
+        ({"nrmse_ratio": True}, "criteria.nrmse_ratio: got True"),
+    ],
+)
+def test_a_criterion_that_cannot_be_judged_by_is_refused_before_anything_trains(criteria, said):
+    verdict.check_criteria({"speedup": 2, "cost_ratio": 0.5, "memory_gib": None})
+    variables = {"baseline": "cpu_baseline", "optimized": "cpu_optimized", "isolate": "", "criteria": criteria}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        arms.arms_from_notebook(variables)
+
+
+def test_what_nobody_could_judge_is_refused_before_it_trains(tmp_path):
+    blind = overlays.apply(RunConfig(), {"data.split.validation_fraction": 0.0})
+    other = overlays.apply(blind, {"training.compile": True})
+    found = "data.split.validation_fraction"
+    with pytest.raises(ConfigError, match=found):
+        arms.compare(blind, other, tmp_path)
+    with pytest.raises(ConfigError, match=found):
+        models.plan(overlays.apply(blind, {"training.time_limit_s": 5.0}), ["fno"])
+    with pytest.raises(ConfigError, match=found):
+        sweep.plan(blind, grid={"lr": [1e-3, 2e-3]})

@@ -695,6 +695,7 @@ def test_it_learns_the_hidden_rule(config, train_here, tmp_path):
         "tried": 8,
     }
     overlay = {"data.workload_settings": rule, "training.batch_size": 64, "stages.operator.epochs": 7}
+    overlay |= {"data.split.validation_fraction": 0.1, "data.split.test_fraction": 0.1}
     sizes = {"model.settings": {"width": 32, "head_width": 32}}
     train_here(overlays.apply(config(), {**overlay, **sizes}), tmp_path / "run")
     found = results.run_numbers(handle.Run(tmp_path / "run"))["datasets"]["binding"]["test"]

@@ -65,6 +65,22 @@ def test_a_run_of_one_stage_has_nothing_to_compare(tiny_config, train_here, tmp_
     assert not Stages.of(handle.Run(tmp_path)).found
 
 
+def test_a_run_that_is_stopped_in_its_first_stage_shows_that_one(tiny_config, train_here, tmp_path):
+    def stop(step):
+        runfolder.write_control(tmp_path, None, runfolder.STOP)
+
+    train_here(tiny_config(**THREE), tmp_path, stop)
+    found = Stages.of(handle.Run(tmp_path))
+    assert list(found.table().index) == [("advection", "operator"), ("darcy", "operator")]
+    for draw in found.all().values():
+        check(draw())
+
+
+def test_a_run_that_is_stopped_before_anything_is_measured_has_an_empty_table(tmp_path):
+    table = Stages(tmp_path, None, {}, {}, None).table()
+    assert table.empty and table.index.names == ["dataset", "stage"] and "verdict" in table
+
+
 def test_panel_and_log_say_each_verdict(run):
     history, said = History(run.folder), []
     events = history.read()

@@ -30,10 +30,82 @@ def folder(tmp_path):
 ])  # fmt: skip
 def test_a_cpu_that_is_given_the_reference_model_is_told_so_first(tmp_path, monkeypatch, capsys, overlay, said):
     """Settings that choose data and no model take a CPU hours: nobody means that."""
-    fake = SimpleNamespace(Popen=lambda *a, **k: SimpleNamespace(poll=lambda: None), DEVNULL=0, PIPE=0, STDOUT=0)
+    fake = SimpleNamespace(
+        Popen=lambda *a, **k: SimpleNamespace(poll=lambda: None, stdin=None), DEVNULL=0, PIPE=0, STDOUT=0
+    )
     monkeypatch.setattr(handle, "subprocess", fake)
     handle.start(overlays.resolve(overlay, {"device": "cpu"}), tmp_path / "run", attached=False)
     assert ("nothing chose a model, so it is the reference model" in capsys.readouterr().out) is said
+
+
+@pytest.fixture
+def living(tmp_path, monkeypatch):
+    """`living(folder)`: a run in a folder, by a made-up supervisor that runs until the test ends."""
+    (tmp_path / "params").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    process = SimpleNamespace(poll=lambda: None, stdin=None)
+    fake = SimpleNamespace(Popen=lambda *a, **k: process, DEVNULL=0, PIPE=0, STDOUT=0)
+    monkeypatch.setattr(handle, "subprocess", fake)
+    monkeypatch.setattr(handle, "_supervisors", [])
+
+    def make(folder, start=handle.start, **options):
+        run = start(overlays.resolve({"device": "cpu", "latent.dim": 64}), folder, **options)
+        runfolder.update_manifest(run.folder, status="running", supervisor=processes.process_identity(os.getpid()))
+        return run
+
+    return make
+
+
+def test_what_still_trains_on_this_machine_is_said_but_for_the_same_study(living, tmp_path, capsys):
+    outputs = tmp_path / "outputs"
+    living(outputs / "train-1")
+    assert "still trains" not in capsys.readouterr().out
+    living(outputs / "study/runs/one")
+    said = capsys.readouterr().out
+    assert "train-1: still trains on this machine -> python -m upsnb stop outputs/train-1" in said
+    living(outputs / "study/runs/other")
+    said = capsys.readouterr().out
+    assert said.count("still trains") == 1 and "train-1: still" in said
+    runfolder.update_manifest(outputs / "train-1", status="finished")
+    runfolder.update_manifest(outputs / "study/runs/one", host="elsewhere")
+    (outputs / "study/runs/other/manifest.json").write_text("no")
+    living(outputs / "train-2")
+    assert "still trains" not in capsys.readouterr().out
+
+
+def test_a_live_run_is_attached_to_and_one_that_has_ended_is_not(living, tmp_path, capsys):
+    folder = tmp_path / "outputs/train"
+    living(folder, handle.start_or_attach)
+    assert "attached" not in capsys.readouterr().out
+    same = overlays.resolve({"device": "cpu", "latent.dim": 64, "logging.name": "other"})
+    assert handle.start_or_attach(same, folder).folder == folder
+    assert capsys.readouterr().out == "train: is running already and attached to\n"
+    handle.start_or_attach(overlays.apply(same, {"latent.dim": 32}), folder)
+    assert "with other settings (latent.dim), which stay as they are" in capsys.readouterr().out
+    runfolder.update_manifest(folder, status="finished")
+    with pytest.raises(RunError, match="already holds a run"):
+        handle.start_or_attach(same, folder)
+
+
+@pytest.mark.parametrize(("attached", "stops"), [(False, False), (True, True)])
+def test_an_interrupt_says_whether_the_run_goes_on(living, tmp_path, monkeypatch, capsys, attached, stops):
+    run = living(tmp_path / "outputs/train", attached=attached)
+    run._goes_on = not attached  # as the supervisor's pipe would say
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(handle, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+    said = capsys.readouterr().out
+    assert ("goes on without this cell -> python -m upsnb stop outputs/train ends it" in said) is not stops
+    assert ("handle.Run.attach('outputs/train') gets it back" in said) is not stops
+    assert runfolder.read_control(run.folder).stop is stops and ("saves its state and ends" in said) is stops
+    with pytest.raises(KeyboardInterrupt), run.stopped_by_errors():
+        run.wait()
+    assert "goes on" not in capsys.readouterr().out and runfolder.read_control(run.folder).stop
 
 
 # -- folder --------------------------------------------------------------------------------------------------------
@@ -84,6 +156,26 @@ def test_continued_run_keeps_its_past_and_drops_old_requests(folder):
     assert (control.revision, control.overlay, control.command) == (2, {}, None), "the revision still grows"
     assert not control.stop and runfolder.read_manifest(folder)["applied"] == {"revision": 2, "overlay": {}}
     assert (folder / "config.segment0.yaml").exists()
+
+
+def test_what_the_segment_before_showed_is_set_aside(folder):
+    for text in ("first", "second"):
+        (folder / "figures").mkdir()
+        (folder / "figures" / "loss.png").write_text(text)
+        (folder / "report.json").write_text(text)
+        runfolder.set_aside(folder)
+        assert not (folder / "figures").exists() and not (folder / "report.json").exists()
+    assert (folder / ".figures.before" / "loss.png").read_text() == "second"
+    runfolder.set_aside(folder)
+
+
+def test_a_notebook_s_folder_is_below_the_project_wherever_it_runs(tmp_path, monkeypatch):
+    for name in ("params", "notebooks"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert runfolder.asked("outputs/mine") == tmp_path / "outputs/mine"
+    assert runfolder.asked(str(tmp_path / "here"), "train") == tmp_path / "here"
+    assert runfolder.asked("") is None and runfolder.asked("", "memory").parent == tmp_path / "outputs"
 
 
 def test_full_disk_costs_the_reserve_and_not_the_manifest(folder, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from upsnb import hardware, overlays, phases
 from upsnb.compare.turns import Block, Turns, interleave, ratio_of_turns
-from upsnb.compare.verdict import NOISE, compare_arms
+from upsnb.compare.verdict import NOISE, check_criteria, check_judged, compare_arms
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 from upsnb.report.results import train_report
@@ -42,6 +42,7 @@ def arms_from_notebook(variables: dict) -> tuple[RunConfig, RunConfig]:
         ConfigError: unknown names, wrong types, contradictions; all of them at once for each arm.
     """
     first = overlays.from_notebook({**variables, "preset": variables["baseline"]}, PARAMETERS)
+    check_criteria(variables["criteria"])
     if variables["isolate"]:
         return first, isolated(first, variables["isolate"])
     return first, overlays.from_notebook({**variables, "preset": variables["optimized"]}, PARAMETERS)
@@ -103,6 +104,7 @@ def compare(
         ConfigError: the arms differ in what was not asked for, or cannot run here.
     """
     check_arms(baseline, other, asked)
+    check_judged(baseline, other)
     if baseline.training.time_limit_s is not None:
         said = "ends the arms by the clock and not after equal samples -> set it to null, and stages.operator.epochs"
         raise ConfigError([f"training.time_limit_s: {said}"], "the arms")

@@ -99,9 +99,9 @@ def measure(
     minutes: float = 0.0,
     log: Callable[[str], None] = rewrite,
 ) -> dict:
-    """Measure all entries of `plan` and recommend a set; the report, also written to `report.json`.
+    """Measure all entries of `plan` and recommend a set; the report, also written to `report.json` after each of them.
 
-    What was measured is written before the search begins, which takes longest and may be interrupted or fail.
+    The search comes last, which takes longest and may be interrupted or fail.
 
     Args:
         block_s: length of a turn; every entry takes `rounds` of them against its reference, A B B A.
@@ -114,32 +114,32 @@ def measure(
     entries, off, skipped = plan(base, machine, chosen)
     left_out = [entry for entry in entries if entry.kind == "leave_one_out"]
     measured = Measurements(folder, block_s, rounds, quality_epochs, log)
+    report = {"format": FORMAT, "kind": KIND, **{kind: [] for kind in KINDS}, "skipped": skipped}
+    report |= {"recommended": NOTHING, "settings": overlays.difference(RunConfig(), off)}
+    report["num_ranks"] = off.training.num_gpus
+
+    def add(some: Sequence[Entry]) -> None:
+        for entry in some:
+            report[entry.kind].append(measured.row(entry))
+            finish(report, folder)
+
     try:
         measured.reference(BASELINE, off)
-        rows = [measured.row(entry) for entry in entries if entry.kind != "leave_one_out"]
-        if left_out and any(row["kind"] == "ladder" and "failed" not in row for row in rows):
+        report["metric"] = naming(latest_start(measured.references[BASELINE].events))["metric"]
+        report["baseline"] = measured.results[BASELINE]
+        add([entry for entry in entries if entry.kind != "leave_one_out"])
+        if left_out and any("failed" not in row for row in report["ladder"]):
             full = next(entry.config for entry in reversed(entries) if entry.kind == "ladder")
             measured.reference(FULL, full)
-            rows += [measured.row(entry) for entry in left_out]
+            add(left_out)
     finally:
         measured.close()
-    report = {
-        "format": FORMAT,
-        "kind": KIND,
-        "metric": naming(latest_start(measured.references[BASELINE].events))["metric"],
-        "baseline": measured.results[BASELINE],
-        **{kind: [row for row in rows if row["kind"] == kind] for kind in KINDS},
-        "skipped": skipped,
-        "recommended": NOTHING,
-        "settings": overlays.difference(RunConfig(), off),
-        "num_ranks": off.training.num_gpus,
-    }
-    finish(report, folder)
     if minutes:
         try:
             report["recommended"] = recommend(off, folder / "search", minutes, max(quality_epochs, 1), log)
         except RunError as error:
-            report["recommended"] = {**NOTHING, "basis": f"the search failed: {str(error).splitlines()[0]}"}
+            why = f"the search failed: {str(error).splitlines()[0]}"
+            report["recommended"] = {**NOTHING, "basis": why, "failed": str(error)}
     return finish(report, folder)
 
 
@@ -165,12 +165,11 @@ class Measurements:
         try:
             own = self.folder / "runs" / name.replace(" ", "-")
             self.references[name] = Turns.start(overlays.apply(config, ENDLESS), own)
+            self.results[name]["val_nrmse"] = self._quality(config, name)
         except RunError as error:
             if name == BASELINE:
                 raise
-            self.missing[name] = f"the {name} did not start: {error}"
-            return
-        self.results[name]["val_nrmse"] = self._quality(config, name)
+            self.missing[name] = f"the {name} did not start or train: {error}"
 
     def row(self, entry: Entry) -> dict:
         """Throughput, memory and accuracy of one entry beside its reference's; or why it failed."""
@@ -193,7 +192,10 @@ class Measurements:
         row |= measure_beside(reference, entry.config, folder, self.block_s, self.rounds, inverse)
         if "failed" in row:
             return row
-        row["val_nrmse"], before = self._quality(entry.config, name), against["val_nrmse"]
+        try:
+            row["val_nrmse"], before = self._quality(entry.config, name), against["val_nrmse"]
+        except RunError as error:  # of one entry; hours were spent on the others
+            return row | {"val_nrmse": None, "nrmse_ratio": None, "failed": f"the training for accuracy: {error}"}
         row["nrmse_ratio"] = row["val_nrmse"] / before if before and row["val_nrmse"] else None
         against["memory_gib"] = row["reference_memory_gib"]
         return row
@@ -207,12 +209,15 @@ class Measurements:
             length = {"stages.operator.epochs": self.quality_epochs, "evaluation.every_epochs": self.quality_epochs}
             config = overlays.apply(config, {**length, "training.time_limit_s": None})
             run = handle.start(config, self.folder / "quality" / name.replace(" ", "-"))
-            run.wait()
+            with run.stopped_by_errors():
+                run.wait()
             self.quality_of[key] = last_score(run)
         return self.quality_of[key]
 
     def close(self) -> None:
-        """End what still waits."""
+        """End what still waits: all are asked to first, for whoever interrupts this may not wait for the first one."""
+        for turns in self.references.values():
+            turns.run.stop()
         for turns in self.references.values():
             turns.end()
 
@@ -252,7 +257,9 @@ def write_params(report: dict, path: Path | str) -> Path:
     """The recommended set as a params file, to be put on top of any other."""
     chosen, machine = report["recommended"], report["hardware"]
     ratio = chosen["ratio"]
-    lines = [f"# The fastest set found on {report['num_ranks']} x {machine['device_name']}, {report['date']}."]
+    where = f"{report['num_ranks']} x {machine['device_name']}, {report['date']}"
+    nothing = recommended(report) or "Nothing was searched for, so nothing is changed."
+    lines = [f"# The fastest set found on {where}." if chosen["changes"] else f"# {where}: {nothing}"]
     if ratio:
         lines.append(f"# {factor(ratio)} times the baseline; rests on {chosen['basis']}.")
     values: dict = {"preset": ""}

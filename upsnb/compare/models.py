@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,12 @@ from statistics import median
 import torch
 
 from upsnb import hardware, overlays
-from upsnb.compare.verdict import run_summary
+from upsnb.compare.sweep import check_same
+from upsnb.compare.verdict import check_judged, run_summary
 from upsnb.config import RunConfig
 from upsnb.data import datasets
 from upsnb.data.datasets import Dataset
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, RunError, RunFailed
 from upsnb.models import chosen
 from upsnb.models.surrogate import Surrogate
 from upsnb.report.file import finish, number
@@ -53,6 +55,7 @@ def plan(base: RunConfig, others: Sequence[str], yours: Mapping | None = None) -
         problems.append("training.time_limit_s: is empty -> say for how long each model may train [s]")
     if problems:
         raise ConfigError(problems, "the models")
+    check_judged(base)
     configs, theirs = {}, {name: overlays.read(files[name]) for name in others}
     for name, overlay in (({YOURS: yours} if yours else {}) | theirs).items():
         flat = overlays.flatten(dict(overlay), name)
@@ -72,21 +75,25 @@ def train(
     seeds: Sequence[int] = (42,),
     log: Callable[[str], None] = rewrite,
 ) -> dict:
-    """Train every model once a seed, one after the other; the report, also written to `report.json`.
+    """Train every model once a seed, one after the other; the report, also written to `report.json` after each of them.
+
+    Those that have finished in this folder are not trained again, so that what was interrupted can be gone on with.
+    One that fails is told of in `failed`, and costs no other.
 
     Raises:
-        RunFailed: of the first one that fails.
+        RunError: the folder holds trainings with other settings, or all of them failed.
     """
     folder, base = Path(folder).absolute(), next(iter(configs.values()))
+    trainings = {
+        f"{name}-seed{seed}": (name, overlays.apply(config, {"training.seed": seed, "logging.name": name}))
+        for seed in seeds
+        for name, config in configs.items()
+    }
+    for its_own, (_, config) in trainings.items():
+        if (folder / "runs" / its_own / runfolder.MANIFEST).exists():
+            check_same(folder / "runs" / its_own, config)
     datasets.generate_missing(base, runfolder.project_root(), log)
-    opened, rows = datasets.open_all(base, runfolder.project_root()), []
-    for seed in seeds:
-        for name, config in configs.items():
-            own = folder / "runs" / f"{name}-seed{seed}"
-            run = handle.start(overlays.apply(config, {"training.seed": seed, "logging.name": name}), own)
-            run.wait(on_event=Progress(lambda text, name=name: log(f"{name}: {text}")))
-            rows.append(_row(name, run, opened))
-            log(_line(rows[-1]))
+    opened = datasets.open_all(base, runfolder.project_root())
     report = {
         "format": FORMAT,
         "kind": KIND,
@@ -94,10 +101,38 @@ def train(
         "families": {name: dataset.spec.family for name, dataset in opened.items()},
         "test_samples": {name: len(dataset.splits["test"]) for name, dataset in opened.items()},
         "models": {name: overlays.difference(base, config) for name, config in configs.items()},
-        "rows": rows,
+        "rows": [],
+        "failed": {},
         "settings": overlays.difference(RunConfig(), base),
     }
-    return finish(report, folder)
+    for its_own, (name, config) in trainings.items():
+        try:
+            run = _started(config, folder / "runs" / its_own)
+            with run.stopped_by_errors():
+                run.wait(on_event=Progress(lambda text, name=name: log(f"{name}: {text}")))
+            report["rows"].append(_row(name, run, opened))
+            log(_line(report["rows"][-1]))
+        except RunError as error:
+            report["failed"][its_own] = str(error)
+            log(f"{its_own}: failed: {str(error).splitlines()[0]}")
+        made = finish(report, folder)
+    if not report["rows"]:
+        raise RunError("\n".join(["no model was trained to its end", *report["failed"].values()]))
+    return made
+
+
+def _started(config: RunConfig, folder: Path) -> Run:
+    """A training in a folder: what is there of it is gone on with, and what has finished is not trained again."""
+    if not (folder / runfolder.MANIFEST).exists():
+        return handle.start(config, folder)
+    run = Run.attach(folder)
+    if runfolder.read_control(folder).stop:  # an interrupt asked it to end, which takes a step
+        with contextlib.suppress(RunFailed):
+            run.wait()
+    status = run.status()
+    if status in runfolder.ALIVE or (status == "finished" and run.manifest["end_reason"] != "stopped"):
+        return run
+    return handle.start(overlays.apply(config, {"checkpoint.resume": True}), folder)
 
 
 def _row(name: str, run: Run, opened: Mapping[str, Dataset]) -> dict:
@@ -144,4 +179,5 @@ def _line(row: Mapping) -> str:
 
 def summary(report: Mapping) -> str:
     """The report in a few lines."""
-    return "\n".join([f"{report['time_limit_s']:g} s for each model", *map(_line, report["rows"])])
+    failed = [f"{name}: failed: {why.splitlines()[0]}" for name, why in report.get("failed", {}).items()]
+    return "\n".join([f"{report['time_limit_s']:g} s for each model", *map(_line, report["rows"]), *failed])

@@ -133,7 +133,7 @@ def measure(
     rounds: int = 6,
     log: Callable[[str], None] = rewrite,
 ) -> dict:
-    """Measure all entries of `plan`; the report, also written to `report.json`.
+    """Measure all entries of `plan`; the report, also written to `report.json` after each of them.
 
     Each entry takes turns with one rank, which waits meanwhile, and is profiled at the end.
 
@@ -142,24 +142,19 @@ def measure(
     """
     folder, machine = Path(folder).absolute(), hardware.detect()
     entries, reference, skipped, rehearsal = plan(base, machine, ranks, wrappers, modes)
+    report = {"format": FORMAT, "kind": KIND, "rehearsal": rehearsal, "rows": [], "skipped": skipped}
+    report["settings"] = overlays.difference(RunConfig(), reference)
     one = Turns.start(overlays.apply(reference, ENDLESS), folder / "runs" / "one-rank")
-    rows = []
     try:
+        report["unit"] = naming(latest_start(one.events))["unit"]
         for entry in entries:
-            rows.append(_row(entry, one, folder, block_s, rounds))
-            log(_line(rows[-1]))
+            report["rows"].append(_row(entry, one, folder, block_s, rounds))
+            report["reference_samples_per_s"] = steady_throughput(one.events)
+            finish(report, folder)
+            log(_line(report["rows"][-1]))
     finally:
         one.end()
-    report = {
-        "format": FORMAT,
-        "kind": KIND,
-        "unit": naming(latest_start(one.events))["unit"],
-        "rehearsal": rehearsal,
-        "rows": rows,
-        "skipped": skipped,
-        "reference_samples_per_s": steady_throughput(one.events),
-        "settings": overlays.difference(RunConfig(), reference),
-    }
+    report["reference_samples_per_s"] = steady_throughput(one.events)
     return finish(report, folder)
 
 

@@ -153,6 +153,8 @@ def plan(
         problems.append(f"share: got {shown(share)} -> write 2/3 for the second of three, or nothing for all")
     elif sampler and mine[1] > 1:
         problems.append(f"share: {sampler} draws by all that came before -> let one machine train them all")
+    if base.data.split.validation_fraction == 0:
+        problems.append("data.split.validation_fraction: is 0, and trainings are ranked by it -> 0.1, for instance")
     axes = {}
     for said, chosen in (("grid", grid), ("random", random)):
         if chosen and not isinstance(chosen, Mapping):
@@ -279,7 +281,7 @@ def _train(sweep: Sweep, folder: Path, log: Callable[[str], None]) -> dict:
     trainings = {run_name(point, seed): (point, seed) for point in sweep.points for seed in sweep.seeds}
     for name, (point, seed) in trainings.items():
         if (folder / RUNS / name / runfolder.MANIFEST).exists():
-            _check_same(folder / RUNS / name, sweep.config(point, seed))
+            check_same(folder / RUNS / name, sweep.config(point, seed))
     points = [{"settings": one, "runs": [run_name(one, seed) for seed in sweep.seeds]} for one in sweep.points]
     different = overlays.difference(RunConfig(), sweep.base)
     base = {path: value for path, value in different.items() if not path.startswith(ELSEWHERE)}
@@ -303,7 +305,11 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _check_same(folder: Path, config: RunConfig) -> None:
+def check_same(folder: Path, config: RunConfig) -> None:
+    """
+    Raises:
+        RunError: the run in a folder has other settings than a config, in what matters to its result.
+    """
     if config.training.on_missing == "skip":
         config, _ = phases.skip_missing(config, hardware.detect())
     different = overlays.difference(Run(folder).config, with_source(config))

@@ -48,8 +48,11 @@ class Turns:
 
     @classmethod
     def start(cls, config: RunConfig, folder: Path) -> Turns:
-        """Start a run and pause it after its first step, so that the next one starts on a quiet machine."""
-        turns = cls(handle.start(config, folder))
+        """Start a run and pause it after its first step, so that the next one starts on a quiet machine.
+
+        It ends with this process: nobody else gives it a turn, and one that waits is never taken for dead.
+        """
+        turns = cls(handle.start(config, folder, attached=True))
         with turns.run.stopped_by_errors():  # or it trains on beside all that is measured later
             turns.wait("first_step")
             turns.wait("paused", turns.run.pause())

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from upsnb import overlays
+from upsnb.config import RunConfig
 from upsnb.data.audit import headline
-from upsnb.errors import ConfigError, RunError
+from upsnb.errors import ConfigError, RunError, shown
 from upsnb.report.figures import read_evaluation
 from upsnb.report.file import factor, finish, number
 from upsnb.report.results import run_numbers
@@ -74,8 +75,8 @@ def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
     evals = run.events(("eval",))
     if not evals or not numbers["datasets"]:
         raise RunError(
-            f"{run.folder}: has no validation or no final errors, because it ended early ({numbers['end_reason']}) -> "
-            "compare runs that trained to their ends"
+            f"{run.folder}: has no validation or no final errors (it ended by {numbers['end_reason']}) -> "
+            "compare runs that have a validation split and trained to their ends"
         )
     metrics = {name: next(iter(splits.values())) for name, splits in numbers["datasets"].items()}
     per_step = next((event["samples_per_step"] for event in run.events(("start",))), np.nan)
@@ -220,6 +221,31 @@ def loss_delta(arm: list[dict], reference: list[dict]) -> float:
     return float(np.mean([a["val_loss"] - b["val_loss"] for a, b in zip(arm, reference, strict=True)]))
 
 
+def check_criteria(criteria: Mapping) -> None:
+    """
+    Raises:
+        ConfigError: a criterion that nobody knows, or a limit that is no number.
+    """
+    problems = []
+    for name, limit in criteria.items():
+        if name not in (known := (*CRITERIA, "cost_ratio")):
+            problems.append(f"criteria.{name}: unknown -> known are {', '.join(known)}")
+        elif limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
+            problems.append(f"criteria.{name}: got {shown(limit)} -> write a number, or null to leave it out")
+    if problems:
+        raise ConfigError(problems, "the criteria")
+
+
+def check_judged(*configs: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: a config without a validation split, whose error nobody would know after all training.
+    """
+    if any(config.data.split.validation_fraction == 0 for config in configs):
+        remedy = "say which share of the samples runs are compared by, 0.1 for instance"
+        raise ConfigError([f"data.split.validation_fraction: is 0 -> {remedy}"])
+
+
 def _judge(report: dict, criteria: dict) -> list[dict]:
     """Each criterion beside what was measured."""
     optimized = report["arms"][report["optimized"]]
@@ -232,9 +258,7 @@ def _judge(report: dict, criteria: dict) -> list[dict]:
         "memory_gib": (memory, lambda value, limit: value < limit),
         "cost_ratio": (report["cost_ratio"], lambda value, limit: value <= limit),
     }
-    unknown = criteria.keys() - measured.keys()
-    if unknown:
-        raise ConfigError([f"criteria.{name}: unknown -> known are {', '.join(measured)}" for name in sorted(unknown)])
+    check_criteria(criteria)
     rows = [
         {"name": name, "required": limit, "measured": value, "passed": value is not None and bool(holds(value, limit))}
         for name, (value, holds) in measured.items()

@@ -102,11 +102,11 @@ def _phases_on(events: list[dict], config: RunConfig) -> list[str]:
     return said[-1].get("phases_on", started) if said else started
 
 
-def stages(events: list[dict]) -> list[dict]:
-    """How long each stage trained, how fast, and how its last validation found it; nothing where there is only one."""
+def stages(events: list[dict], least: int = 2) -> list[dict]:
+    """How long each stage trained, how fast, and how its last validation found it; nothing of fewer than `least`."""
     found, before = [], {"step": 0, "time_s": 0.0}
     names = dict.fromkeys(event["stage"] for event in events if event["kind"] == "step")
-    for stage in names if len(names) > 1 else ():
+    for stage in names if len(names) >= least else ():
         of_stage = [event for event in events if event["stage"] == stage]
         last = [event for event in of_stage if event["kind"] == "step"][-1]
         validated = [event["val_nrmse"] for event in of_stage if event["kind"] == "eval"]

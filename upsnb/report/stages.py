@@ -24,6 +24,10 @@ from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 
 OF = "mean of {} trajectories of the validation split"
+COLUMNS = (  # of the table, though nothing was measured: a run may be stopped before
+    *("dataset", "stage", "trained [s]", "steps", "samples", "CRPS", "nRMSE of the mean", "correlated for"),
+    *("spread / skill", "forecast [ms]", "verdict", "answers"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Stages:
 
     @classmethod
     def of(cls, run: Run) -> Stages:
-        trained = {known["stage"]: known for known in results.stages(run.events())}
+        least = 1 if run.config.stages.planned[1:] else 2  # one that was stopped in its first stage has that
+        trained = {known["stage"]: known for known in results.stages(run.events(), least)}
         measured = {stage: runfolder.measured(run.folder, stage) for stage in trained}
         names = dict.fromkeys(name for found in measured.values() for name in found)
         found = {name: {s: measured[s][name] for s in measured if name in measured[s]} for name in names}
@@ -66,7 +71,7 @@ class Stages:
                         "answers": "yes" if stage == self.answers else "",
                     }
                 )
-        return pd.DataFrame(rows).set_index(["dataset", "stage"])
+        return pd.DataFrame(rows, columns=COLUMNS).set_index(["dataset", "stage"])
 
     @property
     def moving(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +65,7 @@ class Run:
         self.folder = Path(folder).absolute()
         self._loaded: tuple | None = None  # which checkpoint, and its model
         self._process = process  # the supervisor, if this process started it; holds an attached run's pipe
+        self._goes_on = process is None or process.stdin is None  # without whoever waits for it
 
     @classmethod
     def attach(cls, folder: Path | str) -> Run:
@@ -262,25 +264,29 @@ class Run:
 
     @contextlib.contextmanager
     def stopped_by_interrupts(self) -> Iterator[None]:
-        """Within it, Ctrl-C asks a run to stop that would end with this process; any other run goes on without it."""
+        """Within it, Ctrl-C asks a run to stop that would end with this process; any other run goes on, and says so."""
         try:
             yield
         except BaseException as error:
-            ended = type(error).__name__ not in INTERRUPTS or self.status() not in runfolder.ALIVE
-            if not ended and self._process is not None and self._process.stdin is not None:
-                self.stop()
-                print(f"{self.folder.name}: saves its state and ends, because its user stopped it", flush=True)
+            if type(error).__name__ in INTERRUPTS and self.status() in runfolder.ALIVE:
+                if self._goes_on:
+                    print(f"{self.folder.name}: goes on without this cell -> {_found_again(self.folder)}", flush=True)
+                else:
+                    self.stop()
+                    print(f"{self.folder.name}: saves its state and ends, because its user stopped it", flush=True)
             raise
 
     @contextlib.contextmanager
     def stopped_by_errors(self) -> Iterator[None]:
         """Within it, whatever is raised stops the run: to whoever started it, it is of no use any more."""
+        goes_on, self._goes_on = self._goes_on, False
         try:
             yield
         except BaseException:
             with contextlib.suppress(OSError):  # its folder may be what is gone
                 self.stop()
             raise
+        self._goes_on = goes_on
 
     def _follow(self, kinds: Sequence[str] | None, timeout_s: float | None, awaited: str) -> Iterator[dict]:
         """Events, each once, until the run has ended."""
@@ -351,6 +357,7 @@ def start(
     """Start a run in processes of its own and return at once.
 
     With `training.on_missing: skip`, phases that cannot run here are left out, printed, and named in the manifest.
+    Other runs that train on this machine are printed too: both are slower then, and may not fit beside each other.
 
     Args:
         folder: where the run lives; empty: a new folder below `logging.root`.
@@ -377,6 +384,8 @@ def start(
     if said := mirror.prepare(config, folder and Path(folder).absolute()):
         print(said, flush=True)
     folder = runfolder.create(config, folder, skipped)
+    for other in _training_beside(folder, runfolder.project_root() / config.logging.root):
+        print(f"{other.name}: still trains on this machine -> {_found_again(other)}", flush=True)
     for phase, reason in skipped.items():
         print(f"skipped {phase}: {reason}", flush=True)
     if config.training.num_nodes > 1:
@@ -407,3 +416,38 @@ def start(
             ended.stdin.close()
     _supervisors.append(process)
     return Run(folder, process)
+
+
+def start_or_attach(config: RunConfig, folder: Path | str | None = None) -> Run:
+    """As `start`; but a run that lives in the folder already is attached to, and printed."""
+    if folder is None or not (Path(folder) / runfolder.MANIFEST).exists():
+        return start(config, folder)
+    run = Run.attach(folder)
+    if run.status() not in runfolder.ALIVE:
+        return start(config, folder)
+    from upsnb.models.chosen import with_source  # loads torch, which readers of a run do not need
+
+    ours = ("logging.", "checkpoint.resume")  # of no training
+    different = [path for path in overlays.difference(run.config, with_source(config)) if not path.startswith(ours)]
+    said = f", with other settings ({', '.join(different)}), which stay as they are" if different else ""
+    print(f"{run.folder.name}: is {run.status()} already and attached to{said}", flush=True)
+    return run
+
+
+def _found_again(folder: Path) -> str:
+    """What to do about a run that goes on."""
+    name, root = folder.name, runfolder.project_root()
+    name = folder.relative_to(root).as_posix() if folder.is_relative_to(root) else str(folder)
+    return f"python -m upsnb stop {name} ends it, handle.Run.attach({name!r}) gets it back"
+
+
+def _training_beside(folder: Path, root: Path) -> Iterator[Path]:
+    """Folders of runs below `root` that live on this machine, but for those of the study that `folder` is in."""
+    study = root.joinpath(*folder.relative_to(root).parts[:1]) if folder.is_relative_to(root) else folder
+    for depth in ("*", "*/*", "*/*/*"):
+        for manifest in root.glob(f"{depth}/{runfolder.MANIFEST}"):
+            other = manifest.parent
+            with contextlib.suppress(RunError, OSError):  # it cannot be read, or is being deleted
+                here = runfolder.read_manifest(other)["host"] == socket.gethostname()
+                if here and not other.is_relative_to(study) and runfolder.state(other)[0] in runfolder.ALIVE:
+                    yield other

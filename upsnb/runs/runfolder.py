@@ -33,6 +33,7 @@ from upsnb.runs.processes import is_alive
 FORMAT = 1  # version of manifest.json and control.json
 CONFIG, MANIFEST, CONTROL, LOG = "config.yaml", "manifest.json", "control.json", "worker.log"
 CHECKPOINTS, FIGURES = "checkpoints", "figures"
+FIGURES_BEFORE = ".figures.before"  # those of the segment before the last one
 STAGES = "stages"  # what each stage of several has ended with: weights, and what they were worth on validation
 GLANCE = "glance.npz"  # what the model makes of one validation sample of each dataset, as of the last validation
 NOTES = "notes.json"  # what people wrote about the run
@@ -198,6 +199,11 @@ def create(config: RunConfig, folder: Path | str | None = None, skipped: dict[st
     return folder
 
 
+def asked(folder: str, name: str = "") -> Path | None:
+    """The folder that a notebook is given, from the project's if it is relative; else a new one of a name, or None."""
+    return project_root() / folder if folder else new_folder(name) if name else None
+
+
 def new_folder(name: str, root: str = "outputs") -> Path:
     """A folder of its own for a run or a report, named after the time; made at once, so that no other takes it.
 
@@ -237,6 +243,14 @@ def _release(folder: Path) -> list[dict]:
     if (folder / CONTROL).exists():  # a stop or a flip asked of the old segment is not asked of the next
         write_control(folder, {}, after=Control(max(read_control(folder).revision, last_answered(folder))))
     return segments
+
+
+def set_aside(folder: Path) -> None:
+    """Take away the report of the segment before, and put its figures where nobody takes them for those of the next."""
+    (folder / REPORT).unlink(missing_ok=True)
+    if (folder / FIGURES).is_dir():
+        shutil.rmtree(folder / FIGURES_BEFORE, ignore_errors=True)
+        os.rename(folder / FIGURES, folder / FIGURES_BEFORE)
 
 
 # -- notes ---------------------------------------------------------------------------------------------------------
