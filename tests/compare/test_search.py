@@ -11,6 +11,7 @@ from upsnb.compare import ladder_figures, search
 from upsnb.compare.search import Search, candidates, larger_batch
 from upsnb.hardware import Hardware
 from upsnb.phases import BY_NAME
+from upsnb.runs import handle, runfolder
 
 LAPTOP = Hardware("cpu", 1, "a laptop", 16.0, 2)
 GAINS = {  # of each setting at its value; all others lose
@@ -185,6 +186,22 @@ def test_a_set_that_fails_in_longer_trainings_gives_way_to_the_next(gained):
 
     made = gained(error)
     assert made.halve(made.sets()) == "without loss"
+
+
+def test_a_training_that_is_interrupted_does_not_go_on_without_the_search(tiny_config, tmp_path, monkeypatch):
+    class Interrupted(handle.Run):
+        def wait(self):
+            raise KeyboardInterrupt
+
+    def start(config, folder):
+        runfolder.create(config, folder)
+        return Interrupted(folder)
+
+    monkeypatch.setattr(search.handle, "start", start)
+    made = Search(tiny_config(), tmp_path, 1.0, 1, lambda text: None)
+    with pytest.raises(KeyboardInterrupt):
+        made.error("baseline", {}, 1, 42)
+    assert runfolder.read_control(tmp_path / "runs/baseline-1-42").stop
 
 
 def test_what_failed_in_the_last_trainings_in_time_is_not_chosen_for_having_held_before(gained):

@@ -240,7 +240,8 @@ class Search:
             # beside the run of the measurements: what that has compiled is found again
             run = handle.start(config, self.folder / "runs" / f"{name}-{epochs}-{seed}".replace(" ", "-"))
             try:
-                run.wait()
+                with run.stopped_by_errors():
+                    run.wait()
                 self.errors[key] = last_score(run)
             except RunFailed:
                 if name == BASELINE:

@@ -436,7 +436,7 @@ def start_or_attach(config: RunConfig, folder: Path | str | None = None) -> Run:
 
 def _found_again(folder: Path) -> str:
     """What to do about a run that goes on."""
-    name, root = folder.name, runfolder.project_root()
+    root = runfolder.project_root()
     name = folder.relative_to(root).as_posix() if folder.is_relative_to(root) else str(folder)
     return f"python -m upsnb stop {name} ends it, handle.Run.attach({name!r}) gets it back"
 
