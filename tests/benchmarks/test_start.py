@@ -29,7 +29,7 @@ EXECUTED = {
         cell("preset = 1", 5, 5),
         cell("from upsnb import launch", 5, 8),
         cell("opened = {}", 8, 10),
-        cell("run = handle.start(config)", 10, 11),
+        cell("run = handle.start_or_attach(config)", 10, 11),
         cell("panel.start()", 11, 11),
         cell("await panel.watch()\nrun.wait()", 11, 50),
         cell("report.write_figures(drawn)", 50, 59),
@@ -57,7 +57,7 @@ def test_parts_and_training_are_the_wall_time():
 
 def test_the_training_notebook_has_the_cells_that_are_looked_for():
     source = Path(start.NOTEBOOK).read_text()
-    assert all(source.count(text) == 1 for text in ("handle.start(", "run.wait()", "from upsnb import"))
+    assert all(source.count(text) == 1 for text in ("handle.start_or_attach(", "run.wait()", "from upsnb import"))
 
 
 def test_steps_are_enough_for_every_kind_of_microbatch():
