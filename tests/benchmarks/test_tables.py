@@ -25,7 +25,7 @@ class Waiting:
     """A paused run that was never started."""
 
     def __init__(self, config, folder):
-        self.run, self.events = SimpleNamespace(folder=folder, resume=lambda: None), []
+        self.run, self.events = SimpleNamespace(folder=folder, resume=lambda: None, stop=lambda: None), []
         self.peak_memory_gib = 1.0
         if folder.name == "alone-data_loading":
             raise RunError("workers: would not start -> look at the log\nand more")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from upsnb import overlays
+from upsnb import hardware, overlays, phases
 from upsnb.runs import handle, runfolder
 from upsnb.training import workload
 from upsnb.training.losses import Objective
@@ -109,8 +109,10 @@ def test_four_ranks_train_it(name, tmp_path):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_microbatch_of_it_that_does_not_fit_is_halved_and_training_goes_on(name, tmp_path, train_here, monkeypatch):
-    overlay = {"guards.out_of_memory": True, "training.batch_size": 8, "training.time_limit_s": 2.0}
-    config, real = overlays.load(small_file(name, tmp_path), overrides=overlay), Objective.forward
+    overlay = {"guards.out_of_memory": True, "training.batch_size": 8, "training.time_limit_s": None}
+    config = overlays.load(small_file(name, tmp_path), overrides={**overlay, "stages.operator.epochs": 1})
+    config, _ = phases.skip_missing(config, hardware.detect())  # not every CPU has bfloat16
+    real = Objective.forward
 
     def forward(self, batch, *rest):
         if len(next(iter(batch.tensors().values()))) > 4:
