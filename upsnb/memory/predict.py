@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from upsnb import hardware, overlays, spans
 from upsnb.config import RunConfig
@@ -166,17 +164,6 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-class CudaNorms(TorchFunctionMode):
-    """Norms as CUDA's autocast runs them, on a CPU, whose own leaves them in half precision."""
-
-    NORMS = (nn.functional.layer_norm, nn.functional.group_norm, nn.functional.rms_norm)
-
-    def __torch_function__(self, function, types, arguments=(), options=None):
-        if function in self.NORMS and torch.is_autocast_enabled("cpu"):
-            arguments = (arguments[0].float(), *arguments[1:])
-        return function(*arguments, **(options or {}))
-
-
 # -- predicted and measured ------------------------------------------------------------------------------------------
 
 
@@ -199,9 +186,7 @@ class Predictor:
         changes = {"training.cpu_offload_optimizer": False, "guards.nonfinite": "off"}
         changes |= {"operator.pdet.attention": "sdpa"} if self._has_stand_in() else {}
         self._fake = FakeTensorMode()
-        # where this machine has no GPU and the memory of one is asked for
-        self._norms = nullcontext() if cuda or self.granularity == 1 else CudaNorms()
-        with torch.random.fork_rng(devices=[]), self._fake, self._norms:
+        with torch.random.fork_rng(devices=[]), self._fake:
             self._rehearsal = Rehearsal(overlays.apply(config, changes), self.root, self.device)
         self._seen: dict[int, Footprint] = {}
         self._build_s = time.perf_counter() - started
@@ -214,7 +199,7 @@ class Predictor:
         size = batch_size or self.config.training.batch_size
         if size not in self._seen:
             started = time.perf_counter()
-            with torch.random.fork_rng(devices=[]), self._fake, self._norms:
+            with torch.random.fork_rng(devices=[]), self._fake:
                 account = self._rehearsal.account(size, self.config.training.cpu_offload_optimizer)
             account = self._of_one_rank(account).rounded(self.granularity)
             seconds = time.perf_counter() - started + self._build_s
