@@ -247,7 +247,8 @@ def test_the_allocator_is_told_before_it_starts_and_the_user_s_word_stays(tmp_pa
 
 def test_a_run_starts_without_the_phases_it_skips_and_says_so(tmp_path, monkeypatch, capsys):
     started = []
-    fake = SimpleNamespace(Popen=lambda *a, **k: started.append(a) or SimpleNamespace(poll=lambda: None), DEVNULL=0)
+    process = SimpleNamespace(poll=lambda: None, stdin=None)
+    fake = SimpleNamespace(Popen=lambda *a, **k: started.append(a) or process, DEVNULL=0)
     monkeypatch.setattr(handle, "subprocess", SimpleNamespace(PIPE=0, STDOUT=0, **vars(fake)))
     config = overlays.resolve({"device": "cpu", "nccl_tuning": True})
     with pytest.raises(ConfigError, match="nccl_tuning"):
