@@ -16,7 +16,7 @@ from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 from upsnb.memory import plan
 from upsnb.profile import report as profiling
-from upsnb.runs import runfolder
+from upsnb.runs import handle, runfolder
 
 PROJECT = runfolder.project_root()
 PARAMETERS = "preset = ''\n" + "\n".join(f"{name} = {{}}" for name in RunConfig.model_fields) + "\nrun_folder = ''"
@@ -320,7 +320,8 @@ def test_failing_cell_is_one_cause_and_keeps_the_notebook(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_notebook_starts_ends_with_it_though_a_cell_of_a_page_called_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("JPY_SESSION_NAME", "a page")
+    for name in handle.INTERACTIVE:
+        monkeypatch.setenv(name, "a page")
     path = notebook(tmp_path / "n.ipynb", CHECK, "from upsnb.runs import handle\nassert handle.is_headless()")
     assert execute(path, "-o", tmp_path / "run", cwd=tmp_path).returncode == 0
 

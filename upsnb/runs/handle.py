@@ -19,7 +19,8 @@ from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout
 from upsnb.rules import did_you_mean
 from upsnb.runs import checkpoint_index, mirror, runfolder
 
-INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG")  # set by servers that people sit in front of
+# Set by what people sit in front of; VS Code gives the last two to its notebooks' kernels, not to its terminals.
+INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID", "VSCODE_CWD")
 POLL_S = 0.1
 WITHIN, MOST_STEPS = 0.05, 1000  # of a measurement, where nothing else is asked for
 NOTHING = "nothing"  # what `Run.measure` is asked for where two equal arms are to tell the noise
