@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_vast import KEY, FakeVast
@@ -13,8 +14,10 @@ from waiting import until
 
 from upsnb.cloud import host, launches, vast
 from upsnb.cloud.host import Host
+from upsnb.memory import predict
 from upsnb.overlays import project_root
 
+PREDICTED: dict[tuple, object] = {}
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 
@@ -25,6 +28,20 @@ def kept(tmp_path, monkeypatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(launches, "_outputs", lambda: folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def predicted_once(monkeypatch):
+    """What a step of the same settings takes is predicted once for all tests here; what predicts it has its own."""
+    true = predict.Predictor
+
+    def predictor(config, **settings):
+        key = (config.model_dump_json(), *settings.items())
+        if key not in PREDICTED:
+            PREDICTED[key] = true(config, **settings).at()
+        return SimpleNamespace(at=lambda: PREDICTED[key])
+
+    monkeypatch.setattr(predict, "Predictor", predictor)
 
 
 @pytest.fixture
