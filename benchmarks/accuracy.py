@@ -12,17 +12,18 @@ The last 10 % of each file's samples are never trained on, and no weights are se
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from pathlib import Path
+from statistics import median
 
 import torch
-from keep import save
+from keep import REFERENCE, ROOT, arguments, save
 
+from upsnb import config as configs
 from upsnb import overlays
+from upsnb.data.datasets import open_dataset
 from upsnb.data.source import open_source
-from upsnb.runs import handle, runfolder
+from upsnb.report.results import run_numbers
+from upsnb.runs import handle
 from upsnb.training import evaluation, metrics
 from upsnb.training.setup import load_model
 
@@ -32,7 +33,7 @@ DOUBLE = "2D_DarcyFlow_beta1.0_res128.hdf5"
 
 def of_file(model: str) -> dict:
     """Settings of a file in params/models/; the data, noise and minutes stay the same, in float32, uncompiled."""
-    found = overlays.flatten(overlays.read(runfolder.project_root() / f"params/models/{model}.yaml"))
+    found = overlays.flatten(overlays.read(ROOT / f"params/models/{model}.yaml"))
     return {**found, "training.amp": False, "training.compile": False}
 
 
@@ -89,24 +90,18 @@ def train(task: str, data: Path, seed: int, minutes: float, variant: str, overla
         "training.time_limit_s": 60.0 * minutes,
         "logging.name": f"accuracy-{task}",
     }
-    config = overlays.load(runfolder.project_root() / TASKS[task], overrides=overrides)
+    config = overlays.load(ROOT / TASKS[task], overrides=overrides)
     run = handle.start(config, attached=True)
     run.wait()
-    (result,) = json.loads((run.folder / "evaluation.json").read_text())["datasets"].values()
-    events = run.events(("start", "step", "end"))
-    steps = [event for event in events if event["kind"] == "step"]
-    steady = [event for event in steps if event["steady"]]
+    numbers = run_numbers(run)
+    (result,) = numbers["datasets"].values()
     row = {
         "task": task,
         "variant": variant,
         "seed": seed,
-        "train_time_s": events[-1]["train_time_s"],
-        "parameters": events[0]["parameters"],
-        "steps": len(steps),
-        "step_time_ms": round(statistics.median(event["step_time_ms"] for event in steady), 2),
-        "data_wait_share": round(
-            sum(event["data_wait_ms"] for event in steady) / sum(event["step_time_ms"] for event in steady), 5
-        ),
+        **{key: numbers[key] for key in ("train_time_s", "parameters", "steps")},
+        "step_time_ms": round(median(step["step_time_ms"] for step in run.events(("step",)) if step["steady"]), 2),
+        "data_wait_share": round(numbers["data_wait_share"], 5),
         **{key: value for key, value in result["test"].items() if isinstance(value, float)},
     }
     if task == "darcy":
@@ -117,9 +112,6 @@ def train(task: str, data: Path, seed: int, minutes: float, variant: str, overla
 @torch.no_grad()
 def other_evaluations(folder: Path, data: Path) -> dict:
     """The trained Darcy model on fields of twice the resolution, and averaged over the square's symmetries."""
-    from upsnb import config as configs
-    from upsnb.data.datasets import open_dataset
-
     model = load_model(folder)
     config = configs.load(folder / "config.yaml")
     dataset = open_dataset("darcy", config, data)
@@ -140,23 +132,23 @@ def other_evaluations(folder: Path, data: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the PDEBench files")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--variants", action="store_true", help="all variants of the structure instead of the default")
-    arguments = parser.parse_args()
-    name = f"{'variants' if arguments.variants else 'seeds'}-{arguments.minutes:g}min"
-    path = runfolder.project_root() / "outputs/reference/accuracy" / f"{name}.json"
+    args = parser.parse_args()
+    name = f"{'variants' if args.variants else 'seeds'}-{args.minutes:g}min"
+    path = REFERENCE / "accuracy" / f"{name}.json"
     rows = []
-    for task in arguments.tasks:
+    for task in args.tasks:
         variants = {name: {**PLAIN, **overlay} for name, overlay in VARIANTS[task].items()}
-        for variant, overlay in variants.items() if arguments.variants else [("the file's", {})]:
-            for seed in arguments.seeds:
-                rows.append(train(task, arguments.data, seed, arguments.minutes, variant, overlay))
+        for variant, overlay in variants.items() if args.variants else [("the file's", {})]:
+            for seed in args.seeds:
+                rows.append(train(task, args.data, seed, args.minutes, variant, overlay))
                 # after each run: an interrupted benchmark keeps what it has
-                save({"format": 1, "kind": "accuracy", "minutes": arguments.minutes, "rows": rows}, path)
+                save({"format": 1, "kind": "accuracy", "minutes": args.minutes, "rows": rows}, path)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,17 @@ next one begins only when the one before is on the disk, so that none pays for a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 
 import torch
-from keep import save
+from keep import arguments, save
 
 from upsnb.runs.events import EventWriter, read_events
 from upsnb.training.checkpoint import Saver
 from upsnb.training.parallel import Ranks
 
-OUTPUT = Path(__file__).resolve().parents[1] / "outputs/reference/checkpoints/stall.json"
 CLAIM = 0.05  # an asynchronous save stalls training by less than this share of a synchronous one
 
 
@@ -48,11 +46,10 @@ def measure(folder: Path, state: dict, device: torch.device, repeats: int) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "checkpoints/stall.json")
     parser.add_argument("--mib", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     device = torch.device(options.device)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:

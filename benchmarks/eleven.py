@@ -13,13 +13,12 @@ the samples that training has not seen. Ends with the weights that validated bes
 on. One seed. Writes outputs/reference/eleven/report.json.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
 
 import torch
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.config import RunConfig
@@ -30,7 +29,6 @@ from upsnb.report.results import references
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import Run
 
-ROOT = Path(__file__).resolve().parents[1]
 FILES = {
     "advection1d": "1D_Advection_Sols_beta0.4.hdf5",
     "burgers1d": "1D_Burgers_Sols_Nu0.01.hdf5",
@@ -104,11 +102,10 @@ def reached(run: Run) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "eleven/report.json")
     parser.add_argument("data", type=Path, help="where PDEBench's small files are")
     parser.add_argument("--only", nargs="+", choices=FILES, default=list(FILES), metavar="FAMILY")
     parser.add_argument("--time", type=float, default=TIME_S, help="training of each model [s]")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/eleven/report.json")
     args = parser.parse_args()
     torch.set_num_threads(1)  # of this process, which starts runs from one core: two threads there wait for each other
     known = json.loads(args.output.read_text())["families"] if args.output.exists() else {}

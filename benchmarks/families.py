@@ -8,7 +8,6 @@ starts from the first frames of the file, and the nRMSE at later frames is noted
 published are drawn alone, at the size that their rows give.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from keep import save
+from keep import arguments, save
 
 from upsnb.data.families import FAMILIES
 from upsnb.data.generate import generate
@@ -29,7 +28,6 @@ from upsnb.solvers.sorption import diffusion_sorption
 from upsnb.solvers.spectral import fitzhugh_nagumo, reaction_diffusion
 from upsnb.training.metrics import energy_spectrum
 
-ROOT = Path(__file__).resolve().parents[1]
 MOST_SAMPLES = 16
 LATER = (0.05, 0.25, 0.5, 1.0)  # of the whole time: frames at which a flow that was gone on with is compared
 
@@ -174,10 +172,9 @@ def compare(name: str, file: Path | None, folder: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "families")
     parser.add_argument("folder", type=Path, help="where PDEBench's small files are")
     parser.add_argument("--only", nargs="*", default=list(FAMILIES), help="families; what is known of others stays")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/families")
     args = parser.parse_args()
     path = args.output / "families.json"
     families = json.loads(path.read_text())["families"] if path.is_file() else {}

@@ -7,13 +7,12 @@ One arm trains the operator for the whole time. The other one goes over to `stag
 the learning rates and a schedule of its own. Each arm reports on the weights that validated best.
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.config import OPERATOR, RunConfig
@@ -25,7 +24,6 @@ from upsnb.runs.runfolder import REPORT
 from upsnb.training import evaluation
 from upsnb.training.parallel import Ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 FAMILIES, SEEDS, TIME_S = ("kuramoto1d", "advection1d"), (42, 43, 44), 90.0
 PLAIN = {"training.device": "cpu", "training.compile": False, "evaluation.checkpoint": "best"}
 ONE, SEVERAL = "one call", "then several calls"
@@ -64,7 +62,7 @@ def trained(config: RunConfig, folder: Path) -> dict:
 
 def judged(run: handle.Run, stage: str) -> dict[str, dict]:
     """The test split by a stage's own model, whether or not it answers for its run."""
-    datasets = open_all(run.config, runfolder.project_root(), print)
+    datasets = open_all(run.config, ROOT, print)
     return evaluation.evaluate(run.load_model(stage=stage), datasets, "test", run.config.evaluation, Ranks())
 
 
@@ -81,10 +79,9 @@ def figure(family: str, rows: list[Mapping]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "finetune")
     parser.add_argument("--time", type=float, default=TIME_S, help="training of each arm [s]")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/finetune")
     args = parser.parse_args()
     work, found = runfolder.new_folder("finetune"), {}
     for family in args.only:

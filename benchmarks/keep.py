@@ -20,7 +20,8 @@ from upsnb.report.file import finish
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import FIGURES, REPORT
 
-REFERENCE = Path(__file__).resolve().parents[1] / "outputs/reference"
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "outputs/reference"
 NOTEBOOK = "notebook.ipynb"
 PICTURE = "image/png"  # base64, in which any letters may stand
 LARGE = 2**20  # bytes above which a kept notebook is worth a word
@@ -44,7 +45,7 @@ def keep(folder: Path, name: str, reference: Path = REFERENCE) -> list[Path]:
     papermill = texts[NOTEBOOK]["metadata"]["papermill"]
     if papermill["exception"]:
         raise RunError(f"{executed}: failed -> run it again")
-    roots = {runfolder.project_root(), Path(papermill["input_path"]).parents[1]}  # of this clone, and of the run's
+    roots = {ROOT, Path(papermill["input_path"]).parents[1]}  # of this clone, and of the run's
     texts = {file: relative(value, folder, roots) for file, value in texts.items()}
     left = [f"{file}: {path}" for file, value in texts.items() for path in machine_paths(value)]
     if left:
@@ -56,6 +57,19 @@ def keep(folder: Path, name: str, reference: Path = REFERENCE) -> list[Path]:
         (target / file).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
     figures = [shutil.copyfile(path, target / path.name) for path in sorted((folder / FIGURES).glob("*.png"))]
     return [*(target / file for file in texts), *figures]
+
+
+def arguments(doc: str, output: str = "") -> argparse.ArgumentParser:
+    """The command line of a benchmark.
+
+    Args:
+        doc: its docstring, which is its help.
+        output: where it writes below outputs/reference/, unless `--output` says otherwise.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if output:
+        parser.add_argument("--output", type=Path, default=REFERENCE / output)
+    return parser
 
 
 def save(report: dict, path: Path) -> None:
@@ -97,7 +111,7 @@ def _changed(value, change):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("folder", type=Path, help="run folder of a notebook that ran to its end")
     parser.add_argument("name", help="for example quick; a second machine's may be phases-h200")
     args = parser.parse_args()
@@ -109,7 +123,7 @@ def main() -> int:
     for path in written:
         size = path.stat().st_size
         word = ", larger than 1 MiB: most of it pictures" if size > LARGE else ""
-        print(f"{path.relative_to(REFERENCE.parents[1])}: {size / 2**20:.2f} MiB{word}")
+        print(f"{path.relative_to(ROOT)}: {size / 2**20:.2f} MiB{word}")
     print("now: python benchmarks/readme.py")
     return 0
 

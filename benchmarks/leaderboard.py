@@ -9,19 +9,17 @@ The board that is kept tried once, twice and four times what the files said then
 Nothing is compiled and no phase is on, so the board is about models. Writes outputs/reference/leaderboard/.
 """
 
-import argparse
 import math
 import shutil
 from pathlib import Path
 
-from keep import relative, save
+from keep import ROOT, arguments, relative, save
 
 from upsnb import overlays
 from upsnb.compare import board, board_pages, models, models_figures
 from upsnb.config import RunConfig
 from upsnb.runs import runfolder
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS, SEEDS, TIME_S = ("ups", "unet", "fno", "neuralop"), (42, 43, 44), 300.0
 FACTORS, TUNING_S = (0.5, 1.0, 2.0), 40.0
 WHOLE = {  # both files to their last sample; PDEBench's own test share
@@ -63,11 +61,10 @@ def score(validation: list) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "leaderboard")
     parser.add_argument("data", type=Path, help="where PDEBench's small files are")
     parser.add_argument("--time", type=float, default=TIME_S, help="training of each model [s]")
     parser.add_argument("--tuning", type=float, default=TUNING_S, help="training for each learning rate [s]")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/leaderboard")
     args = parser.parse_args()
     own = {**WHOLE, "data.root": str(args.data.absolute()), "training.time_limit_s": args.time}
     base = overlays.load(*(ROOT / f"params/{name}.yaml" for name in ("quick", "pdebench_files")), overrides=own)

@@ -9,14 +9,13 @@ datasets. Outputs go to outputs/reference/mixing/.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from keep import save
+from keep import ROOT, arguments, save
 from scipy import stats
 
 from upsnb import overlays
@@ -60,7 +59,7 @@ SETTINGS = {
 
 def train(config: RunConfig) -> dict:
     """One run; its errors, and the samples that it saw of each dataset."""
-    with tempfile.TemporaryDirectory(dir=runfolder.project_root() / "outputs") as folder:
+    with tempfile.TemporaryDirectory(dir=ROOT / "outputs") as folder:
         run = handle.start(config, folder=Path(folder) / "run", attached=True)
         run.wait()
         found = json.loads((run.folder / runfolder.EVALUATION).read_text())["datasets"]
@@ -86,12 +85,11 @@ def judged(rows: list[dict]) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "mixing")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=runfolder.project_root() / "outputs/reference/mixing")
-    arguments = parser.parse_args()
-    path = arguments.output / runfolder.REPORT
-    for seed in arguments.seeds:
+    args = parser.parse_args()
+    path = args.output / runfolder.REPORT
+    for seed in args.seeds:
         for arm, overlay in ARMS.items():
             row = {"arm": arm, "seed": seed, **train(overlays.resolve(SETTINGS, {**overlay, "training.seed": seed}))}
             print(row, flush=True)

@@ -6,7 +6,6 @@ A synthetic run of 100,000 steps is opened, and one with 600 points a curve is r
 panel in this process follows it half of the time, in turns of 5 s, and its throughput with and without is compared.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.runs import events, handle, runfolder
@@ -26,7 +25,6 @@ from upsnb.widgets.panel import Panel
 
 NUM_STEPS, NUM_REDRAWS, TURN_S = 100_000, 200, 5.0
 FULLEST = 76_800  # steps that make 300 buckets of 256: the most a curve ever has
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def synthetic(folder: Path, num_steps: int) -> handle.Run:
@@ -114,9 +112,8 @@ def slowing(folder: Path, seconds: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "panel/panel.json")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long the real run trains")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/panel/panel.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         costs = opening_and_redrawing(Path(temporary) / "synthetic")

@@ -10,14 +10,13 @@ look at the validation split. The numbers here are of the test split, by the wei
 beside them the cheapest ensemble there is, fine-tuning's forecasts of given frames that noise was added to.
 """
 
-import argparse
 import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.config import RunConfig
@@ -31,7 +30,6 @@ from upsnb.runs.runfolder import REPORT
 from upsnb.training import evaluation
 from upsnb.training.parallel import Ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 PRESETS = {  # params files, on top of each other, and seeds
     "pipeline_ks": (42, 43, 44),
     "pipeline_kolmogorov": (42,),
@@ -86,7 +84,7 @@ def trained(preset: str, seed: int, folder: Path, size: float | None) -> list[di
     gates = {event["stage"]: event for event in events if event["kind"] == "gate"}
     steps = {event["stage"]: event["step"] for event in events if event["kind"] == "step"}
     known = {"seed": seed, "run_s": round(events[-1]["time"] - run.manifest["created"], 1)}
-    datasets, rows = open_all(config, runfolder.project_root(), print), []
+    datasets, rows = open_all(config, ROOT, print), []
     asked = {stage: (run.load_model(stage=stage), {}) for stage in config.stages.planned}
     if next(iter(datasets.values())).spec.time_dependent:
         model = asked["finetune"][0]
@@ -140,10 +138,9 @@ def figures(preset: str, rows: Sequence[dict], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "pipeline")
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--work", type=Path, help="folder of the runs; those that are there are not trained again")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/pipeline")
     args = parser.parse_args()
     work, found = args.work or runfolder.new_folder("pipelines"), {}
     for preset in args.only:

@@ -9,7 +9,6 @@ reads go to the disk as they would where it does not fit. Outputs go to outputs/
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import threading
@@ -18,13 +17,13 @@ from statistics import median
 
 import h5py
 import numpy as np
-from keep import save
+from keep import REFERENCE, ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.data.families import FAMILIES
 from upsnb.data.generate import generate
-from upsnb.runs import handle, runfolder
+from upsnb.runs import handle
 
 NAME = "1D_Advection_Sols_beta0.4.hdf5"
 SAMPLE_GIB = 4 * 201 * 1024 / 2**30
@@ -96,19 +95,18 @@ def train(config: RunConfig, path: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--size", type=float, default=4.0, help="of the file [GiB]")
     parser.add_argument("--seconds", type=float, default=40.0, help="to train for, each time")
-    arguments = parser.parse_args()
-    output = runfolder.project_root() / "outputs/reference/reading/reading.json"
-    with tempfile.TemporaryDirectory(dir=runfolder.project_root() / "outputs") as folder:
-        path, rows = make(Path(folder), arguments.size), []
-        own = {"data.root": folder, "training.time_limit_s": arguments.seconds}
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=ROOT / "outputs") as folder:
+        path, rows = make(Path(folder), args.size), []
+        own = {"data.root": folder, "training.time_limit_s": args.seconds}
         for num_workers in (0, 2):
             config = overlays.resolve(SETTINGS, {**own, "training.num_workers": num_workers})
             rows.append(train(config, path))
         size = round(path.stat().st_size / 2**30, 2)
-    save({"format": 1, "kind": "reading", "size_gib": size, "rows": rows}, output)
+    save({"format": 1, "kind": "reading", "size_gib": size, "rows": rows}, REFERENCE / "reading/reading.json")
 
 
 if __name__ == "__main__":

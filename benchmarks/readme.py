@@ -9,7 +9,6 @@ The tables are those of the notebooks: each study has one, made from its report.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -18,24 +17,9 @@ from pathlib import Path
 from statistics import median
 
 import pandas as pd
-import yaml
-from keep import NOTEBOOK, REFERENCE
-from tables import (
-    called,
-    eleven,
-    finetune,
-    leaderboard,
-    markdown,
-    mixing,
-    pipeline,
-    read,
-    reports,
-    search,
-    steady_prior,
-    where,
-    workloads,
-    wrapper,
-)
+import tables
+from keep import NOTEBOOK, REFERENCE, ROOT, arguments
+from tables import called, markdown, read, reports, where
 
 from upsnb import overlays
 from upsnb.compare import figures as compare_figures
@@ -49,7 +33,6 @@ from upsnb.report import results
 from upsnb.rules import CONFLICTS
 from upsnb.runs.runfolder import REPORT
 
-ROOT = Path(__file__).resolve().parents[1]
 NOT_YET = "Not measured yet."
 CORES = 2  # of the machine whose minutes the table of notebooks shows
 MOST_SETTINGS = 4  # that are named where a kept notebook had others than its own
@@ -266,27 +249,26 @@ def minutes(name: str, reference: Path = REFERENCE) -> list[str]:
     return found
 
 
+def flattened(folder: str) -> dict[str, dict]:
+    """The settings of all params files in a folder, by name."""
+    return {path.stem: overlays.flatten(overlays.read(path)) for path in sorted((ROOT / folder).glob("*.yaml"))}
+
+
 def given(executed: Mapping) -> list[str]:
     """What an executed notebook was given: params files by name, but not the notebook's own, and the rest."""
     passed = {**executed["metadata"]["papermill"]["parameters"]}
     sections = overlays.flatten({key: passed.pop(key) for key in RunConfig.model_fields if key in passed})
-    models = {path.stem: overlays.read(path) for path in (ROOT / "params/models").glob("*.yaml")}
-    models = {name: overlays.flatten(values) for name, values in models.items()}
+    models = flattened("params/models")
     above = [name for name, flat in models.items() if all(sections.get(key, ...) == flat[key] for key in flat)]
     (cell,) = (cell for cell in executed["cells"] if "parameters" in cell["metadata"].get("tags", ()))
     own = re.search(r"^preset.*= \"(.*?)\"", "".join(cell["source"]), re.MULTILINE)[1]
-    files = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "params").glob("*.yaml")}
-    known = {"": {}} | {
-        name: overlays.flatten({key: values[key] for key in values.keys() - {"preset"}})
-        for name, values in files.items()
-    }
     rest = {
         name: {
             key: value
             for key, value in sections.items()
             if flat.get(key, ...) != value and not any(key in models[model] for model in above)
         }
-        for name, flat in known.items()
+        for name, flat in ({"": {}} | flattened("params")).items()
         if flat.keys() <= sections.keys()
     }
     name = min(rest, key=lambda name: len(rest[name]))
@@ -304,16 +286,16 @@ SECTIONS = {
     "phases": lambda: f"{facts()}\n\n{of_each(phases, 'phases')}",
     "conflicts": conflicts,
     "compare": lambda: of_each(compare, "compare"),
-    "search": lambda: of_each(search, "search"),
+    "search": lambda: of_each(tables.search, "search"),
     "scaling": lambda: of_each(scalings, "scaling"),
-    "leaderboard": lambda: of_each(leaderboard, "leaderboard"),
-    "eleven": lambda: of_each(eleven, "eleven"),
-    "mixing": lambda: of_each(mixing, "mixing"),
-    "finetune": lambda: of_each(finetune, "finetune"),
-    "pipeline": lambda: of_each(pipeline, "pipeline"),
-    "steady_prior": lambda: of_each(steady_prior, "steady_prior"),
-    "workloads": lambda: of_each(workloads, "workloads"),
-    "wrapper": lambda: wrapper(read("wrapper/wrapper.json")),
+    "leaderboard": lambda: of_each(tables.leaderboard, "leaderboard"),
+    "eleven": lambda: of_each(tables.eleven, "eleven"),
+    "mixing": lambda: of_each(tables.mixing, "mixing"),
+    "finetune": lambda: of_each(tables.finetune, "finetune"),
+    "pipeline": lambda: of_each(tables.pipeline, "pipeline"),
+    "steady_prior": lambda: of_each(tables.steady_prior, "steady_prior"),
+    "workloads": lambda: of_each(tables.workloads, "workloads"),
+    "wrapper": lambda: tables.wrapper(read("wrapper/wrapper.json")),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),
     "overheads": overheads,
@@ -340,7 +322,7 @@ def rewritten(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 on a difference")
     check, stale = parser.parse_args().check, []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):

@@ -7,11 +7,9 @@ params/cpu_optimized.yaml then take turns until both have trained for as many ep
 to the first and shows how far two equal ones come out apart.
 """
 
-import argparse
 import time
-from pathlib import Path
 
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.compare import arms
@@ -19,15 +17,13 @@ from upsnb.compare.search import recommend
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import REPORT
 
-ROOT = Path(__file__).resolve().parents[1]
 BASELINE, BY_HAND = "cpu_baseline", "cpu_optimized"
 FOUND = "found"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "search")
     parser.add_argument("--minutes", type=float, default=40.0, help="the search begins nothing new after so many")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/search")
     args = parser.parse_args()
     folder, began = runfolder.new_folder("search"), time.monotonic()
     baseline, by_hand = (overlays.load(ROOT / f"params/{name}.yaml") for name in (BASELINE, BY_HAND))

@@ -10,7 +10,6 @@ and this process noted. Data is generated before anything is timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.compare.turns import Turns
@@ -31,8 +30,6 @@ from upsnb.data import datasets
 from upsnb.runs import handle, runfolder
 from upsnb.runs.runfolder import REPORT
 
-ROOT = runfolder.project_root()
-OUTPUT = ROOT / "outputs/reference/start/start.json"
 NOTEBOOK = ROOT / "notebooks/01_train.ipynb"
 TARGETS = {"warm_first_step_s": 20.0, "overhead_s": 20.0}
 TURNS = 2  # of every kind of microbatch
@@ -118,12 +115,11 @@ def split(executed: Mapping, events: list[dict], trained_s: float, began: float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "start/start.json")
     parser.add_argument("--params", type=Path, default=ROOT / "params/cpu_optimized.yaml", help="that compiles")
     parser.add_argument("--notebook-params", type=Path, default=ROOT / "params/quick.yaml")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long the notebook trains")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     config = overlays.load(args.params)
     for each in (config, overlays.load(args.notebook_params)):

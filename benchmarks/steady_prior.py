@@ -7,21 +7,19 @@ from zero, from the forecasts of a run that was trained on it, and from the exac
 what a better surrogate would bring. Those are random fields, smooth over a share of the domain, in relative L2.
 """
 
-import argparse
 import time
 from pathlib import Path
 
 import numpy as np
 import scipy.sparse
 import torch
-from keep import save
+from keep import arguments, save
 from scipy.sparse.linalg import cg
 
 from upsnb.runs.handle import Run
 from upsnb.runs.runfolder import REPORT
 from upsnb.solvers.darcy import darcy_matrix, draw_permeability, solve_darcy
 
-ROOT = Path(__file__).resolve().parents[1]
 SEED = 10_000  # of permeabilities that no run was trained on
 SIZES, LENGTHS = (0.05, 0.015, 0.005, 0.0015), (0.25, 0.06, 0.0)
 ZERO, FORECAST = "zero", "the run's forecast"
@@ -56,10 +54,9 @@ def guesses(nu: np.ndarray, exact: np.ndarray, forecast: np.ndarray | None, draw
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "steady_prior")
     parser.add_argument("--run", type=Path, help="folder of a run that was trained on generated Darcy flow")
     parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/steady_prior")
     args = parser.parse_args()
     run, rows = Run.attach(args.run) if args.run else None, {}
     model = run.load_model(stage="operator") if run else None

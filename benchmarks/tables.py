@@ -26,7 +26,8 @@ ON_THE_BOARD = (
     "training [s]",
     "memory [GiB]",
 )
-RIVALS = ("ups", "neuralop")  # of the eleven families
+RIVALS = {"UPS": "ups", "FNO": "neuralop"}  # of the eleven families
+ERRORS = {"mean": "mean", "median": "median", "worst tenth": "p90"}  # in words, and as reports have them
 
 
 def read(name: str) -> dict:
@@ -36,6 +37,11 @@ def read(name: str) -> dict:
 def reports(name: str) -> list[dict]:
     """Committed reports of one notebook, one a machine or comparison."""
     return [json.loads(path.read_text()) for path in sorted(REFERENCE.glob(f"{name}*/{REPORT}"))]
+
+
+def by(rows: Sequence[Mapping], key: str) -> dict[str, list[Mapping]]:
+    """Rows that have the same value of a key, in the order in which the values come."""
+    return {value: [row for row in rows if row[key] == value] for value in dict.fromkeys(row[key] for row in rows)}
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -119,8 +125,8 @@ def mixing(report: Mapping) -> str:
     """Errors of each mixture, and over those of equal turns."""
     rows, judged = [], report["over_uniform"]
     head, measured = places(report, report["rows"])
-    for arm in dict.fromkeys(row["arm"] for row in report["rows"]):
-        mine = [row for row in report["rows"] if row["arm"] == arm]
+    trained = [{**row, "measured on": place} for row, place in zip(report["rows"], measured)]
+    for arm, mine in by(trained, "arm").items():
         over = "{ratio:.3f} [{0:.3f}, {1:.3f}]".format(*judged[arm]["ci95"], **judged[arm]) if arm in judged else ""
         rows.append(
             {
@@ -128,9 +134,7 @@ def mixing(report: Mapping) -> str:
                 **{name: number(median(row["nrmse"][name] for row in mine), 3) for name in mine[0]["nrmse"]},
                 "over equal turns": over,
                 "samples seen": ", ".join(f"{count:,}" for count in mine[0]["samples"].values()),
-                "measured on": "; ".join(
-                    sorted({place for row, place in zip(report["rows"], measured) if row["arm"] == arm})
-                ),
+                "measured on": "; ".join(sorted({row["measured on"] for row in mine})),
             }
         )
     count = len({row["seed"] for row in report["rows"]})
@@ -150,8 +154,8 @@ def finetune(report: Mapping) -> str:
             "steps": f"{median(row['steps'] for row in mine):,}",
         }
         for family, each in report["families"].items()
-        for arm in dict.fromkeys(row["arm"] for row in each)
-        if (mine := [row for row in each if row["arm"] == arm]) and (rolled := [row["rollout_nrmse"] for row in mine])
+        for arm, mine in by(each, "arm").items()
+        if (rolled := [row["rollout_nrmse"] for row in mine])
     ]
     return f"{report['time_s']:g} s for each training, {where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
 
@@ -160,8 +164,7 @@ def pipeline(report: Mapping) -> str:
     """What each stage reached on the test split, and the verdicts of its gate."""
     rows = []
     for preset, each in report["presets"].items():
-        for stage in dict.fromkeys(row["stage"] for row in each):
-            mine = [row for row in each if row["stage"] == stage]
+        for stage, mine in by(each, "stage").items():
             scores = [row["crps"] for row in mine]
             lasts = [row["correlation_time"] for row in mine if "correlation_time" in row]
             calls = [row["one_call"] for row in mine if "one_call" in row]
@@ -253,22 +256,22 @@ def eleven(report: Mapping) -> str:
     rows, (place, measured) = [], places(report, [*report["families"].values()])
     for (family, found), own in zip(report["families"].items(), measured):
         rolled = "rollout_" * ("rollout_nrmse_mean" in found["ups"])
-        ups, fno = ([found[model][f"{rolled}nrmse_{key}"] for key in ("mean", "median", "p90")] for model in RIVALS)
+        errors = {
+            f"{title}, {what}": found[model][f"{rolled}nrmse_{key}"]
+            for title, model in RIVALS.items()
+            for what, key in ERRORS.items()
+        }
         rows.append(
             {
                 "family": family,
                 "samples, trained on / tested on": f"{found['ups']['num_trained']} / {found['ups']['num_samples']}",
-                **{f"UPS, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), ups)},
-                **{f"FNO, {what}": f"{value:.4g}" for what, value in zip(("mean", "median", "worst tenth"), fno)},
-                **{name: f"{value:.4g}" for name, value in found["ups"]["references"].items()},
-                "FNO over UPS": f"{fno[0] / ups[0]:.2f}",
+                **{name: f"{value:.4g}" for name, value in (errors | found["ups"]["references"]).items()},
+                "FNO over UPS": f"{errors['FNO, mean'] / errors['UPS, mean']:.2f}",
                 "measured on": own,
             }
         )
     ahead = sum(float(row["FNO over UPS"]) > 1 for row in rows)
-    seconds = " or ".join(
-        f"{time_s:g}" for time_s in sorted({found["time_s"] for found in report["families"].values()})
-    )
+    seconds = " or ".join(f"{time_s:g}" for time_s in sorted({one["time_s"] for one in report["families"].values()}))
     apart = all(found.get("cores") == 1 for found in report["families"].values())
     how = "one core for each model, both at the same time, " if apart else ""
     head = f"{seconds} s for each training, {how}one seed, {place}. UPS has the smaller mean error in {ahead} of {len(rows)} families."

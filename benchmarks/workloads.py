@@ -7,14 +7,13 @@ for as many epochs: that file without any phase and with the kernel that torch c
 which are the same for all, and the file's own kernel.
 """
 
-import argparse
 import gc
 import json
 import time
 from pathlib import Path
 
 import numpy as np
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import hardware, overlays, phases
 from upsnb.compare import arms
@@ -28,7 +27,6 @@ from upsnb.runs.runfolder import REPORT
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
-ROOT = Path(__file__).resolve().parents[1]
 EPOCHS = {"long_context": 1, "mmdit": 3, "affinity": 4}  # of both arms: three minutes or so of the slower one
 FAST = {"training.compile": True, "training.amp": True, "training.amp_dtype": "bfloat16", "optimizer.fused": True}
 ENOUGH = {"training.time_limit_s": None, "checkpoint.interval": 100_000}
@@ -75,7 +73,7 @@ def compared(name: str, folder: Path) -> dict:
 
 def collecting_ms(name: str) -> float:
     """What one `gc.collect()` takes beside all that a training of this example holds, median of nine."""
-    setup = Setup.build(of_example(name), runfolder.project_root(), Ranks(), print)
+    setup = Setup.build(of_example(name), ROOT, Ranks(), print)
     setup.step(setup.loader.peek(), 0)
     times = []
     for _ in range(9):
@@ -86,9 +84,8 @@ def collecting_ms(name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "workloads")
     parser.add_argument("--only", nargs="+", choices=EPOCHS, default=list(EPOCHS))
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/workloads")
     args = parser.parse_args()
     kept = args.output / REPORT
     work, found = runfolder.new_folder("workloads"), json.loads(kept.read_text())["examples"] if kept.exists() else {}

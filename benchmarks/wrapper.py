@@ -10,27 +10,24 @@ also weighs loss terms and schedules. All keep freed pages as runs do, or whoeve
 Darcy step.
 """
 
-import argparse
 import copy
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from keep import save
+from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.data import datasets
 from upsnb.models.geometry import grid_points
-from upsnb.runs import ranks, runfolder
+from upsnb.runs import ranks
 from upsnb.runs.throughput import throughput_ratio
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS, NAMES, TURNS, TURN_S = ("unet", "fno"), ("advection", "darcy"), 12, 6.0
 ALIKE = {"training.noise": 0.0, "training.ema_decay": None, "training.device": "cpu"}
 
@@ -68,7 +65,7 @@ def own_loop(setup: Setup, name: str, wrapped: bool) -> Callable[[object], None]
 
 def measured(config, name: str) -> dict:
     """Steps per second of all sides in turns, and what the later two cost in units of the first."""
-    setup = Setup.build(config, runfolder.project_root(), Ranks(), lambda message: None)
+    setup = Setup.build(config, ROOT, Ranks(), lambda message: None)
     batches = list(setup.loader.epoch(0, 0))[:8]
     alone, wrapped = (own_loop(setup, name, wrapped) for wrapped in (False, True))
     sides = {
@@ -94,8 +91,7 @@ def measured(config, name: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs/reference/wrapper/wrapper.json")
+    parser = arguments(__doc__, "wrapper/wrapper.json")
     args = parser.parse_args()
     if not ranks.KEEP_FREED_PAGES.items() <= os.environ.items():  # read when a process starts
         os.execve(sys.executable, (sys.executable, *sys.argv), os.environ | ranks.KEEP_FREED_PAGES)
@@ -103,7 +99,7 @@ def main() -> None:
     for model in MODELS:
         files = ROOT / "params/minute.yaml", ROOT / f"params/models/{model}.yaml"
         whole = overlays.load(*files, overrides=ALIKE)
-        datasets.generate_missing(whole, runfolder.project_root())
+        datasets.generate_missing(whole, ROOT)
         for name in NAMES:
             only = {f"data.datasets.{other}": None for other in NAMES if other != name}
             found.setdefault(model, {})[name] = measured(overlays.apply(whole, only), name)

@@ -132,6 +132,13 @@ def test_unreadable_files_say_what_they_are(tmp_path):
     assert overlays.read(write(tmp_path / "a.yaml", "# nothing\n")) == {}
 
 
+def test_a_misspelt_setting_hides_no_wrong_value_beside_it(tmp_path):
+    path = write(tmp_path / "x.yaml", "training:\n  query_sampling:\n    num_queres: 9\n    jitter: 7.0\n")
+    said = problems(overlays.load, path)
+    assert "x.yaml:3: training.query_sampling.num_queres: unknown setting -> did you mean" in said
+    assert "x.yaml:4: training.query_sampling.jitter: got 7.0" in said
+
+
 def test_later_files_and_overrides_win(tmp_path):
     one = write(tmp_path / "1.yaml", "batch_size: 2\naccum_steps: 2\nseed: 2")
     two = write(tmp_path / "2.yaml", "training: {accum_steps: 3, seed: 3}")
@@ -255,7 +262,7 @@ def test_notebook_problems_name_preset_and_papermill(tmp_path):
     preset = write(tmp_path / "low.yaml", "seed: 1\nlatent:\n  dim: 0")
     variables = {"preset": str(preset), "batch_size": 0, "lr": "x"}
     with pytest.raises(ConfigError) as caught:
-        overlays.from_notebook(variables, injected=["lr"])
+        overlays.of_notebook(variables, (), injected=["lr"]).config()
     for expected in ("low.yaml:3: latent.dim", "\n  training.batch_size: got 0", "given to papermill: optimizer.lr:"):
         assert expected in str(caught.value)
 
@@ -297,7 +304,7 @@ def test_a_knob_left_at_none_is_as_the_preset_says():
     knobs = {"preset": "quick", "time_limit_s": None, "batch_size": 3}
     config = overlays.from_notebook(knobs)
     assert (config.training.time_limit_s, config.training.batch_size) == (150, 3)
-    assert overlays.from_notebook(knobs, injected=["time_limit_s"]).training.time_limit_s is None
+    assert overlays.of_notebook(knobs, (), injected=["time_limit_s"]).config().training.time_limit_s is None
     assert "did you mean" in problems(overlays.from_notebook, {"time_limt_s": None})
 
 

@@ -42,9 +42,10 @@ exit codes: 0 done, 1 failed, 2 refused before anything was done, 130 stopped by
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code: 0 finished, 1 failed, 2 refused before anything started, 130 stopped by user."""
-    args = _parser().parse_args(arguments)
+    options = vars(_parser().parse_args(arguments))
+    act = options.pop("act")
     try:
-        code = args.act(args) or OK
+        code = act(**options) or OK
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever reads the output has had enough, as head has; nor is there a place for the rest
@@ -68,164 +69,126 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print version and code revision")
-    commands_ = parser.add_subparsers(required=True, metavar="command")
-
-    def command(name: str, what: str, act: Callable[[argparse.Namespace], int | None], *runs: str):
-        added = commands_.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        added.set_defaults(act=act)
-        for run in runs:
-            added.add_argument(run.lower(), metavar=run, help="a run's folder, or its name in outputs/")
-        return added
-
-    ran = command(
-        "run",
-        "check the parameters, execute a notebook, print what it reached",
-        lambda args: run(args.notebook, args.file, args.param, args.output),
-    )
+    shown = "print version and code revision"
+    parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=shown)
+    command = _commands(parser, "a run's folder, or its name in outputs/")
+    ran = command("run", "check the parameters, execute a notebook, print what it reached", run)
     ran.add_argument("notebook", type=Path, help="for example notebooks/01_train.ipynb, or 01_train")
     _add_parameters(ran)
-    ran.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="run folder (a new one under outputs/)")
+    _add_folder(ran, "run folder (a new one under outputs/)")
     checked = command(
         "check",
         "try every phase and params file for a few steps on this machine, then take three short measurements",
-        lambda args: commands.check(args.names, args.output),
+        commands.check,
     )
     checked.add_argument("names", nargs="*", metavar="NAME", help="phases or params files alone, for example compile")
-    checked.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="a new one under outputs/")
-    listed = command("list", "print all runs, newest first", lambda args: commands.list_runs(args.root))
+    _add_folder(checked, "a new one under outputs/")
+    listed = command("list", "print all runs, newest first", commands.list_runs)
     listed.add_argument("root", type=Path, nargs="?", metavar="FOLDER", help="folder of run folders (outputs/)")
-    command("show", "print what a run does or reached, or why it failed", lambda args: commands.show(args.run), "RUN")
-    command("resume", "go on with a run that is paused or stopped", lambda args: commands.resume(args.run), "RUN")
-    command("stop", "let a run finish its step, save and end", lambda args: commands.stop(args.run), "RUN")
-    joined = command(
-        "join",
-        "train with this machine too, in a run of several machines",
-        lambda args: commands.join(args.folder, args.wait),
-    )
+    command("show", "print what a run does or reached, or why it failed", commands.show, name="RUN")
+    command("resume", "go on with a run that is paused or stopped", commands.resume, name="RUN")
+    command("stop", "let a run finish its step, save and end", commands.stop, name="RUN")
+    joined = command("join", "train with this machine too, in a run of several machines", commands.join)
     joined.add_argument("folder", type=Path, metavar="FOLDER", help="of the run, on a disk that all machines share")
-    joined.add_argument("--wait", type=float, default=600.0, metavar="S", help="for the run to start (600)")
-    flipped = command(
-        "flip",
-        "switch a phase of a run while it trains",
-        lambda args: commands.flip(args.run, args.phase, args.state == "on"),
-        "RUN",
+    joined.add_argument(
+        "--wait", dest="wait_s", type=float, default=600.0, metavar="S", help="for the run to start (600)"
     )
+    flipped = command("flip", "switch a phase of a run while it trains", commands.flip, name="RUN")
     flipped.add_argument("phase", help="for example compile; docs/phases.md lists them")
     flipped.add_argument("state", choices=("on", "off"))
-    compared = command(
-        "compare",
-        "compare two finished runs",
-        lambda args: commands.compare(args.run, args.other, args.output),
-        "RUN",
-        "OTHER",
-    )
-    compared.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="keep report and figures there")
-    ranked = command(
-        "board",
-        "rank models by their test errors, in tables and on a page",
-        lambda args: commands.board(args.runs, args.output, args.price),
-    )
-    ranked.add_argument("runs", nargs="*", metavar="RUN", help="runs, or folders of runs (outputs/)")
-    ranked.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="a new one under outputs/")
+    compared = command("compare", "compare two finished runs", commands.compare, first="RUN", second="OTHER")
+    _add_folder(compared, "keep report and figures there")
+    ranked = command("board", "rank models by their test errors, in tables and on a page", commands.board)
+    ranked.add_argument("names", nargs="*", metavar="RUN", help="runs, or folders of runs (outputs/)")
+    _add_folder(ranked, "a new one under outputs/")
     ranked.add_argument("--price", type=float, default=0.0, metavar="$/H", help="of the machine; else as runs say")
-    swept = command(
-        "sweep",
-        "train with many settings, or go on with it",
-        lambda args: commands.sweep(args.file, args.output, args.share),
-    )
+    swept = command("sweep", "train with many settings, or go on with it", commands.sweep)
     swept.add_argument("file", type=Path, help="what to vary; docs/leaderboard.md describes it")
-    swept.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="named after the file, under outputs/")
+    _add_folder(swept, "named after the file, under outputs/")
     swept.add_argument("--share", default="", metavar="K/N", help="of what N machines train; then gather")
-    gathered = command(
-        "gather",
-        "put together what several machines trained of one sweep",
-        lambda args: commands.gather(args.folder, args.shares),
-    )
+    gathered = command("gather", "put together what several machines trained of one sweep", commands.gather)
     gathered.add_argument("folder", type=_folder, metavar="FOLDER", help="for all of them")
     gathered.add_argument("shares", type=Path, nargs="+", metavar="SHARE", help="a share's folder")
     exported = command(
         "export",
         "write what a run measures for TensorBoard, Weights & Biases, MLflow, or as CSV",
-        lambda args: commands.export(args.run, args.to, args.output, args.follow),
-        "RUN",
+        commands.export,
+        name="RUN",
     )
     exported.add_argument("--to", required=True, help="tensorboard, wandb, mlflow or csv")
     exported.add_argument("--follow", action="store_true", help="go on until the run has ended")
-    exported.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="exports/ in the run's folder")
-    given = command(
-        "pack",
-        "write a run's model, as files to give away, with a card",
-        lambda args: commands.pack(args.run, args.output, args.which, args.onnx, args.push, args.public),
-        "RUN",
-    )
+    _add_folder(exported, "exports/ in the run's folder")
+    given = command("pack", "write a run's model, as files to give away, with a card", commands.pack, name="RUN")
     given.add_argument("--which", default="latest", help="its checkpoint: latest, best, previous or epoch")
-    given.add_argument("-o", dest="output", type=_folder, metavar="FOLDER", help="packed/ in the run's folder")
+    _add_folder(given, "packed/ in the run's folder")
     given.add_argument("--onnx", action="store_true", help="programs for ONNX runtimes too")
     given.add_argument("--push", metavar="USER/MODEL", help="put it on the Hugging Face hub, where you alone see it")
     given.add_argument("--public", action="store_true", help="there, for everybody to see")
-    data = command("data", "fetch data files, look into them, audit them", lambda args: args.of_data(args))
-    of_data = data.add_subparsers(required=True, metavar="command")
-    for name, what, act, more in (
-        ("look", "print what HDF5 and NumPy files hold, and what to write to train on them", commands.data_look, ""),
-        (
-            "check",
-            "measure what a dataset can test: repeated samples, a look-up's score",
-            commands.data_check,
-            " of one dataset; or params files, whose datasets are measured by their rows and splits",
-        ),
-    ):
-        added = of_data.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        added.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"HDF5 or NumPy files{more}")
-        added.set_defaults(of_data=lambda args, act=act: act(args.files))
-    of_data.add_parser("list", help="print the published files").set_defaults(of_data=lambda args: commands.data_list())
-    got = of_data.add_parser("get", help="fetch a published file, or go on with it, and check it")
-    got.add_argument("name", help="as data list prints it")
-    got.add_argument("-n", dest="first", type=int, metavar="N", help="only the first N samples")
-    got.add_argument("-o", dest="output", type=_folder, default=Path("data"), metavar="FOLDER", help="data/")
-    got.set_defaults(of_data=lambda args: commands.data_get(args.name, args.output, args.first))
-    _add_cloud(command("cloud", "train elsewhere: by ssh, or on rented GPUs", lambda args: args.of_cloud(args)))
+    _add_data(command("data", "fetch data files, look into them, audit them"))
+    _add_cloud(command("cloud", "train elsewhere: by ssh, or on rented GPUs"))
     return parser
 
 
+def _commands(to: argparse.ArgumentParser, run_is: str = "") -> Callable[..., argparse.ArgumentParser]:
+    """What adds commands below a parser; `run_is`: help on their arguments that name a run."""
+    below = to.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, what: str, act: Callable[..., int | None] | None = None, /, **runs: str):
+        """`act` is called with the arguments of the command, by name; those in `runs` name a run."""
+        added = below.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        added.set_defaults(act=act)
+        for run, metavar in runs.items():
+            added.add_argument(run, metavar=metavar, help=run_is)
+        return added
+
+    return command
+
+
+def _add_folder(to: argparse.ArgumentParser, which: str, **more) -> None:
+    to.add_argument("-o", dest="folder", type=_folder, metavar="FOLDER", help=which, **more)
+
+
 def _add_parameters(to: argparse.ArgumentParser) -> None:
-    to.add_argument("-f", dest="file", type=Path, action="append", default=[], metavar="FILE", help="params file")
-    to.add_argument("-p", dest="param", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
+    to.add_argument("-f", dest="files", type=Path, action="append", default=[], metavar="FILE", help="params file")
+    to.add_argument("-p", dest="params", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
+
+
+def _add_data(data: argparse.ArgumentParser) -> None:
+    command = _commands(data)
+    looked = command(
+        "look", "print what HDF5 and NumPy files hold, and what to write to train on them", commands.data_look
+    )
+    looked.add_argument("files", nargs="+", type=Path, metavar="FILE", help="HDF5 or NumPy files")
+    checked = command(
+        "check", "measure what a dataset can test: repeated samples, a look-up's score", commands.data_check
+    )
+    what = "HDF5 or NumPy files of one dataset; or params files, whose datasets are measured by their rows and splits"
+    checked.add_argument("files", nargs="+", type=Path, metavar="FILE", help=what)
+    command("list", "print the published files", commands.data_list)
+    got = command("get", "fetch a published file, or go on with it, and check it", commands.data_get)
+    got.add_argument("name", help="as data list prints it")
+    got.add_argument("-n", dest="first", type=int, metavar="N", help="only the first N samples")
+    _add_folder(got, "data/", default=Path("data"))
 
 
 def _add_cloud(cloud: argparse.ArgumentParser) -> None:
-    of_cloud = cloud.add_subparsers(required=True, metavar="command")
+    command = _commands(cloud, "its name in outputs/")
 
-    def command(name: str, what: str, act: Callable[[argparse.Namespace], int | None]):
-        added = of_cloud.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        added.set_defaults(of_cloud=act)
-        return added
+    def asked(act: Callable[..., int | None]) -> Callable[..., int | None]:
+        """A command about a notebook with parameters, which are read first."""
 
-    def given(args: argparse.Namespace) -> tuple[Path, dict, RunConfig]:
-        notebook = _find_notebook(args.notebook)
-        return notebook, *read_parameters(notebook, args.file, args.param)
+        def read(notebook: Path, files: list[Path], params: list[str], **options) -> int | None:
+            notebook = _find_notebook(notebook)
+            return act((notebook, *read_parameters(notebook, files, params)), **options)
 
-    reached = command(
-        "ssh",
-        "run a notebook on a machine that answers ssh",
-        lambda args: commands.cloud_ssh(given(args), args.host, args.port, args.folder, args.resume),
-    )
-    reached.add_argument("host", metavar="HOST", help="as ssh knows it: an alias, or user@name")
+        return read
+
+    reached = command("ssh", "run a notebook on a machine that answers ssh", asked(commands.cloud_ssh))
+    reached.add_argument("address", metavar="HOST", help="as ssh knows it: an alias, or user@name")
     reached.add_argument("--port", type=int, help="of its ssh")
     reached.add_argument("--folder", default="upsnb-runs", help="for runs and packages there (upsnb-runs, at home)")
-    offered = command(
-        "offers",
-        "show GPUs at Vast.ai that a run would fit on",
-        lambda args: commands.cloud_offers(given(args)[2], args.budget, args.max_price, args.interruptible),
-    )
-    rented = command(
-        "launch",
-        "rent GPUs at Vast.ai and run a notebook there",
-        lambda args: commands.cloud_launch(
-            *(given(args), args.budget, args.offer, args.max_price, args.image),
-            *(args.resume, args.yes, args.instances, args.interruptible),
-        ),
-    )
+    offered = command("offers", "show GPUs at Vast.ai that a run would fit on", asked(commands.cloud_offers))
+    rented = command("launch", "rent GPUs at Vast.ai and run a notebook there", asked(commands.cloud_launch))
     for added in (offered, rented):
         more = {"required": True} if added is rented else {}
         added.add_argument("--budget", type=float, metavar="$", help="spent at most; then it stops itself", **more)
@@ -234,37 +197,33 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
     rented.add_argument("--offer", type=int, metavar="ID", help="of cloud offers (the cheapest)")
     rented.add_argument("--instances", type=int, default=1, metavar="N", help="that share the trainings of 11_sweep")
     rented.add_argument("--image", help="Docker image with Python 3.11 or newer, its venv, and a C++ compiler")
-    rented.add_argument("--yes", action="store_true", help="do it; else the command and its price are printed")
+    rented.add_argument(
+        "--yes", dest="sure", action="store_true", help="do it; else the command and its price are printed"
+    )
     for added in (reached, offered, rented):
         added.add_argument("notebook", type=Path, nargs="?", default=Path("01_train"), help="01_train")
         _add_parameters(added)
     for added in (reached, rented):
         added.add_argument("--resume", metavar="RUN", help="send its checkpoints too, and go on from the latest")
-    told = command("status", "print what runs elsewhere do and cost", lambda args: commands.cloud_status(args.runs))
-    told.add_argument("runs", nargs="*", metavar="RUN", help="all")
-    for name, what, act in (
-        ("logs", "print what a run elsewhere printed last", lambda args: commands.cloud_logs(args.run, args.lines)),
-        ("pull", "bring a run's folder here, what is new of it", lambda args: commands.cloud_pull(args.run)),
-        (
-            "follow",
-            "pull a run until it has ended, then end its machine; go on on another one where it is taken away",
-            lambda args: commands.cloud_follow(args.run, args.every),
-        ),
-        ("stop", "let a run elsewhere finish its step, save and end", lambda args: commands.cloud_stop(args.run)),
-        (
-            "destroy",
-            "end a rented instance, or delete a run's folder there",
-            lambda args: commands.cloud_destroy(args.run, args.yes),
-        ),
-    ):
-        added = command(name, what, act)
-        added.add_argument("run", metavar="RUN", help="its name in outputs/")
-        if name == "logs":
-            added.add_argument("-n", dest="lines", type=int, default=40, metavar="LINES", help="40")
-        if name == "follow":
-            added.add_argument("--every", type=float, default=120.0, metavar="S", help="between two pulls (120)")
-        if name == "destroy":
-            added.add_argument("--yes", action="store_true", help="though it trains, or was never pulled")
+    told = command("status", "print what runs elsewhere do and cost", commands.cloud_status)
+    told.add_argument("names", nargs="*", metavar="RUN", help="all")
+    logged = command("logs", "print what a run elsewhere printed last", commands.cloud_logs, name="RUN")
+    logged.add_argument("-n", dest="num_lines", type=int, default=40, metavar="LINES", help="40")
+    command("pull", "bring a run's folder here, what is new of it", commands.cloud_pull, name="RUN")
+    followed = command(
+        "follow",
+        "pull a run until it has ended, then end its machine; go on on another one where it is taken away",
+        commands.cloud_follow,
+        name="RUN",
+    )
+    followed.add_argument(
+        "--every", dest="every_s", type=float, default=120.0, metavar="S", help="between two pulls (120)"
+    )
+    command("stop", "let a run elsewhere finish its step, save and end", commands.cloud_stop, name="RUN")
+    ended = command(
+        "destroy", "end a rented instance, or delete a run's folder there", commands.cloud_destroy, name="RUN"
+    )
+    ended.add_argument("--yes", dest="sure", action="store_true", help="though it trains, or was never pulled")
 
 
 def _folder(text: str) -> Path:

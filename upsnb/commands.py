@@ -13,7 +13,9 @@ from upsnb.errors import DataError, RunError
 from upsnb.overlays import as_typed
 from upsnb.runs import checkpoint_index, cost, handle, runfolder
 from upsnb.runs.handle import Run
+from upsnb.runs.nodes import Member
 from upsnb.runs.runfolder import ALIVE, FIGURES, REPORT
+from upsnb.widgets.progress import Progress, rewrite
 
 SUMMARISED_BY = {  # modules by the kind of report they write, imported when asked: all of them take two seconds
     "board": "compare.board",
@@ -74,7 +76,6 @@ def show(name: str) -> None:
         print(summary(folder))
         return
     from upsnb.report import results
-    from upsnb.widgets.progress import Progress
 
     run = Run.attach(folder)
     (status, cause), control = runfolder.state(folder), runfolder.read_control(folder)
@@ -119,7 +120,6 @@ def resume(name: str) -> None:
     if not checkpoint_index.is_there(run.folder):
         raise RunError(f"{name}: has no whole checkpoint to go on from -> start a new run")
     from upsnb.report import figures, results
-    from upsnb.widgets.progress import Progress
 
     progress, past = Progress(), len(run.events())
 
@@ -138,8 +138,6 @@ def resume(name: str) -> None:
 
 def join(folder: Path, wait_s: float) -> int:
     """Train with this machine too, until the run has ended; 1 if it did not end well."""
-    from upsnb.runs.nodes import Member
-
     return int(Member(folder.absolute()).run(wait_s) != "finished")
 
 
@@ -152,12 +150,10 @@ def stop(name: str) -> None:
     print(f"stopped at step {run.events()[-1]['step']} -> python -m upsnb resume {name} goes on")
 
 
-def flip(name: str, phase: str, on: bool) -> None:
-    """Ask a run to switch a phase, and say what it did."""
-    from upsnb.widgets.progress import Progress
-
+def flip(name: str, phase: str, state: str) -> None:
+    """Ask a run to switch a phase on or off, and say what it did."""
     run = _living(name)
-    event = run.wait_for("flip", run.flip(phase, on))
+    event = run.wait_for("flip", run.flip(phase, state == "on"))
     if not event["applied"]:
         raise RunError(f"{name}: {phase} was refused at step {event['step']}: {event['reason']}")
     Progress()(event)
@@ -190,11 +186,11 @@ def pack(name: str, folder: Path | None, which: str, onnx: bool, push: str | Non
         print(pack.push(written, push, public))
 
 
-def board(names: list[str], folder: Path | None, price_per_hour: float) -> None:
+def board(names: list[str], folder: Path | None, price: float) -> None:
     """Print the leaderboard of runs, and write its page and its CSV."""
     from upsnb.compare import board, board_pages
 
-    report = board.board(names, price_per_hour)
+    report = board.board(names, price)
     written = board_pages.write(report, folder or runfolder.new_folder("board"))
     print(board.summary(report), *map(as_typed, written), sep="\n")
 
@@ -238,12 +234,10 @@ def data_list() -> None:
 def data_get(name: str, folder: Path, first: int | None) -> None:
     """Fetch a published file or its first samples, saying how far it is."""
     from upsnb.data import download
-    from upsnb.widgets.progress import rewrite
 
     unit, size = ("samples", 1) if first else ("MiB", 2**20)
-    print(
-        as_typed(download.get(name, folder, first, lambda done, of: rewrite(f"{done // size} of {of // size} {unit}")))
-    )
+    path = download.get(name, folder, first, lambda done, of: rewrite(f"{done // size} of {of // size} {unit}"))
+    print(as_typed(path))
 
 
 def data_look(files: list[Path]) -> None:
@@ -344,11 +338,11 @@ def cloud_ssh(asked: Asked, address: str, port: int | None, folder: str, resume:
     _started(launches.start_on(Host(address, port, folder), *asked, handle.find(resume) if resume else None))
 
 
-def cloud_offers(config: RunConfig, budget: float | None, max_price: float | None, interruptible: bool) -> int:
+def cloud_offers(asked: Asked, budget: float | None, max_price: float | None, interruptible: bool) -> int:
     """Print what a run needs and the machines to be had that have it; 1 where nobody could be asked."""
     from upsnb.cloud import launches
 
-    report = launches.survey(config, budget, max_price, None, interruptible)
+    report = launches.survey(asked[2], budget, max_price, None, interruptible)
     print(launches.summary(report))
     return int(report["trouble"] is not None)
 

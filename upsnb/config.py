@@ -9,7 +9,6 @@ import difflib
 import functools
 import json
 import re
-import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,6 +39,7 @@ from upsnb.values import (
     QuerySamplingConfig,
     Section,
     Seed,
+    section_of,
 )
 
 FORMAT = 1  # version of the saved config.yaml
@@ -378,26 +378,22 @@ class RunConfig(Section):
 # -- reading and writing -------------------------------------------------------------------------------------------
 
 
-def _fields_of(annotation) -> type[Section] | None:
-    """The Section behind a field's annotation (`X`, `X | None`), or None for a plain value."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    candidates = typing.get_args(annotation) if is_union else (annotation,)
-    return next((one for one in candidates if isinstance(one, type) and issubclass(one, Section)), None)
-
-
 @functools.cache
-def setting_paths(section: type[Section] = RunConfig, prefix: str = "") -> tuple[str, ...]:
-    """Dotted paths of every setting; entries of named mappings are written with `*`."""
-    paths = []
+def declared(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Any]:
+    """What settings, and sections of them, are declared as, by dotted path; of named mappings entries are `*`."""
+    found = {}
     for name, field in section.model_fields.items():
-        if inner := _fields_of(field.annotation):
-            paths += setting_paths(inner, f"{prefix}{name}.")
-            continue
-        paths.append(prefix + name)
-        if typing.get_origin(field.annotation) is dict:
-            if value_type := _fields_of(typing.get_args(field.annotation)[1]):
-                paths += setting_paths(value_type, f"{prefix}{name}.*.")
-    return tuple(paths)
+        found[prefix + name] = kind = field.annotation
+        if inner := section_of(kind):
+            found |= declared(inner, f"{prefix}{name}.")
+        elif typing.get_origin(kind) is dict and (inner := section_of(typing.get_args(kind)[1])):
+            found |= declared(inner, f"{prefix}{name}.*.")
+    return found
+
+
+def setting_paths() -> tuple[str, ...]:
+    """Dotted paths of every setting; entries of named mappings are written with `*`."""
+    return tuple(path for path, kind in declared().items() if not section_of(kind))
 
 
 def setting(config: RunConfig, path: str):

@@ -75,105 +75,63 @@ def check_runnable(config: RunConfig, hardware: Hardware) -> None:
 
 def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
     """What the machine or this version cannot do of a config."""
-    found = []
-    training, device = config.training, resolve_device(config, hardware)
+    found, training, pdet = [], config.training, config.operator.pdet
+    device = resolve_device(config, hardware)
+    on_cpu, is_half = device == "cpu", training.amp and training.amp_dtype != "float32"
 
-    def cannot(holds: bool, path: str, why: str, remedy: str) -> None:
-        if holds:
-            found.append(Problem(path, why, remedy))
+    def refuse(path: str, why: str, remedy: str) -> None:
+        found.append(Problem(path, why, remedy))
 
     if training.device != "cpu" and hardware.unusable:
         remedy = "install a driver that fits, or the torch of an older CUDA, or set it to cpu"
-        cannot(True, "training.device", f"the GPU here cannot be used: {hardware.unusable}", remedy)
+        refuse("training.device", f"the GPU here cannot be used: {hardware.unusable}", remedy)
     elif device == "cuda" and hardware.device != "cuda":
-        cannot(True, "training.device", "cuda was asked for and there is no CUDA device", "set it to cpu or auto")
-    else:
+        refuse("training.device", "cuda was asked for and there is no CUDA device", "set it to cpu or auto")
+    elif training.device != "cpu" and training.ranks_per_node > hardware.num_devices:
         there = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
-        cannot(
-            training.device != "cpu" and training.ranks_per_node > hardware.num_devices,
-            "training.num_gpus",
-            f"{training.ranks_per_node} were asked for and this machine has {there}",
-            f"lower it, or set training.device: cpu to rehearse with {training.num_gpus} CPU processes",
-        )
-    ranks = "on the CPU" if device == "cpu" else "on a single device"
-    cannot(
-        training.nccl_tuning and (device == "cpu" or training.num_gpus == 1),
-        "training.nccl_tuning",
-        f"NCCL speaks between CUDA devices and this run is {ranks}",
-        "set it to false",
-    )
-    cannot(
-        training.bf16_gradients and training.num_gpus == 1,
-        "training.bf16_gradients",
-        "a single rank sends its gradients to nobody",
-        "set it to false",
-    )
-    cannot(
-        training.expandable_segments and device == "cpu",
-        "training.expandable_segments",
-        "CUDA's allocator has them and this run is on the CPU",
-        "set it to false",
-    )
-    cannot(
-        device == "cpu" and training.compile and training.compile_mode == "reduce-overhead",
-        "training.compile_mode",
-        "reduce-overhead records CUDA graphs and this run is on the CPU",
-        "set it to default",
-    )
-    cannot(
-        device == "cpu" and training.cpu_offload_optimizer,
-        "training.cpu_offload_optimizer",
-        "AdamW already steps in host memory, because this run is on the CPU",
-        "set it to false",
-    )
-    cannot(
-        device == "cpu" and training.tf32,
-        "training.tf32",
-        "TensorFloat-32 is a format of CUDA's tensor cores and this run is on the CPU",
-        "set it to false",
-    )
+        why = f"{training.ranks_per_node} were asked for and this machine has {there}"
+        remedy = f"lower it, or set training.device: cpu to rehearse with {training.num_gpus} CPU processes"
+        refuse("training.num_gpus", why, remedy)
+    if training.nccl_tuning and (on_cpu or training.num_gpus == 1):
+        ranks = "on the CPU" if on_cpu else "on a single device"
+        refuse("training.nccl_tuning", f"NCCL speaks between CUDA devices and this run is {ranks}", "set it to false")
+    if training.bf16_gradients and training.num_gpus == 1:
+        refuse("training.bf16_gradients", "a single rank sends its gradients to nobody", "set it to false")
+    if on_cpu and training.expandable_segments:
+        why = "CUDA's allocator has them and this run is on the CPU"
+        refuse("training.expandable_segments", why, "set it to false")
+    if on_cpu and training.compile and training.compile_mode == "reduce-overhead":
+        why = "reduce-overhead records CUDA graphs and this run is on the CPU"
+        refuse("training.compile_mode", why, "set it to default")
+    if on_cpu and training.cpu_offload_optimizer:
+        why = "AdamW already steps in host memory, because this run is on the CPU"
+        refuse("training.cpu_offload_optimizer", why, "set it to false")
+    if on_cpu and training.tf32:
+        why = "TensorFloat-32 is a format of CUDA's tensor cores and this run is on the CPU"
+        refuse("training.tf32", why, "set it to false")
     capability = hardware.compute_capability or (8, 0)  # unknown: as if it had what training wants
     old = f"{hardware.device_name} has compute capability {'.'.join(map(str, capability))}"
     is_old = device == "cuda" and capability < (8, 0)
-    cannot(is_old and training.tf32, "training.tf32", f"TensorFloat-32 needs 8.0 and {old}", "set it to false")
-    cannot(
-        is_old and training.amp and training.amp_dtype == "bfloat16",
-        "training.amp_dtype",
-        f"bfloat16 is computed by tensor cores from 8.0 on, far slower than float32 before, and {old}",
-        "set it to float16",
-    )
-    cannot(
-        slow_halves(config, hardware) and training.on_missing == "skip",
-        "training.amp",
-        f"{hardware.device_name} {SLOW_HALVES}",
-        "set it to false",
-    )
-    backend, flash = config.operator.pdet.attention, config.operator.pdet.attention == "flash" and device == "cuda"
-    is_half = training.amp and training.amp_dtype != "float32"
-    cannot(
-        device == "cpu" and backend == "flex",
-        "operator.pdet.attention",
-        "FlexAttention has no backward pass on the CPU",
-        "set it to sdpa or math",
-    )
-    cannot(
-        device == "cpu" and backend == "efficient",
-        "operator.pdet.attention",
-        "the memory-efficient kernel is CUDA's and this run is on the CPU",
-        "set it to sdpa or flash",
-    )
-    cannot(
-        flash and not is_half,
-        "operator.pdet.attention",
-        "flash attention on CUDA takes float16 or bfloat16 and this run computes in float32",
-        "set training.amp to true with one of them, or choose efficient",
-    )
-    cannot(
-        flash and is_half and is_old,
-        "operator.pdet.attention",
-        f"flash attention needs 8.0 and {old}",
-        "choose efficient",
-    )
+    if is_old and training.tf32:
+        refuse("training.tf32", f"TensorFloat-32 needs 8.0 and {old}", "set it to false")
+    if is_old and training.amp and training.amp_dtype == "bfloat16":
+        why = f"bfloat16 is computed by tensor cores from 8.0 on, far slower than float32 before, and {old}"
+        refuse("training.amp_dtype", why, "set it to float16")
+    if slow_halves(config, hardware) and training.on_missing == "skip":
+        refuse("training.amp", f"{hardware.device_name} {SLOW_HALVES}", "set it to false")
+    if on_cpu and pdet.attention == "flex":
+        why = "FlexAttention has no backward pass on the CPU"
+        refuse("operator.pdet.attention", why, "set it to sdpa or math")
+    if on_cpu and pdet.attention == "efficient":
+        why = "the memory-efficient kernel is CUDA's and this run is on the CPU"
+        refuse("operator.pdet.attention", why, "set it to sdpa or flash")
+    if device == "cuda" and pdet.attention == "flash":
+        if not is_half:
+            why = "flash attention on CUDA takes float16 or bfloat16 and this run computes in float32"
+            remedy = "set training.amp to true with one of them, or choose efficient"
+            refuse("operator.pdet.attention", why, remedy)
+        elif is_old:
+            refuse("operator.pdet.attention", f"flash attention needs 8.0 and {old}", "choose efficient")
     return found + _too_large(config, hardware, device) + _not_yet(config)
 
 

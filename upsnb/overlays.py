@@ -13,25 +13,22 @@ import contextlib
 import copy
 import functools
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from upsnb import config as configs
 from upsnb import plain_yaml
-from upsnb.config import RunConfig, nearest_setting, setting_paths
+from upsnb.config import RunConfig, declared, nearest_setting
 from upsnb.errors import MOST_LISTED, ConfigError, Problem, shown
 from upsnb.rules import did_you_mean
+from upsnb.values import section_of
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent", "checkpoint")
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
 CALLED = {"str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}  # types, in words
-# mappings with names as keys
-NAMED = (
-    *("data.datasets", "data.mixing.from_epoch", "data.workload_settings", "model.settings"),
-    *("training.loss_warmup_steps", "training.loss_frequency"),
-)
+NAMED = [path for path, kind in declared().items() if typing.get_origin(kind) is dict]  # names are their keys
 
 
 def read(path: Path) -> dict:
@@ -67,8 +64,16 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
     Raises:
         ConfigError: every key that names no setting, or more than one.
     """
+    found, problems = _placed(overlay.items())
+    if problems:
+        raise ConfigError(problems, where)
+    return {path: value for _, flat in found for path, value in flat.items()}
+
+
+def _placed(overlay: Iterable[tuple]) -> tuple[list[tuple[str, dict]], list[Problem]]:
+    """For each key of an overlay, in any written form, the settings that it stands for; and what is wrong with any."""
     known, sections = _known()
-    flat, problems = {}, []
+    found, problems, flat = [], [], {}
 
     def visit(path: str, value) -> None:
         if path in known or _inside_named(path):
@@ -99,18 +104,19 @@ def flatten(overlay: dict, where: str = "the overlay") -> dict:
         else:
             unknown(name)
 
-    for key, value in overlay.items():
+    for key, value in overlay:
+        flat = {}  # that `visit` fills
         place(str(key), value)
-    if problems:
-        raise ConfigError(problems, where)
-    return flat
+        found.append((key, flat))
+    return found, problems
 
 
 @functools.cache
 def _known() -> tuple[frozenset[str], frozenset[str]]:
     """Dotted paths of all settings, and of all sections."""
-    known = [path for path in setting_paths() if "*" not in path]
-    return frozenset(known), frozenset({path.rpartition(".")[0] for path in known} | {*RunConfig.model_fields})
+    kinds = {path: kind for path, kind in declared().items() if "*" not in path}
+    sections = frozenset(path for path, kind in kinds.items() if section_of(kind))
+    return frozenset(kinds) - sections, sections
 
 
 def is_setting(name: str) -> bool:
@@ -128,13 +134,7 @@ def _inside_named(path: str) -> bool:
 
 def may_be_empty(path: str) -> bool:
     """Whether None is a value of this setting, rather than the wish for its default."""
-    section, annotation = RunConfig, None
-    for name in path.split("."):
-        if section is None or name not in section.model_fields:  # inside a mapping of named things
-            return False
-        annotation = section.model_fields[name].annotation
-        section = configs._fields_of(annotation)
-    return type(None) in typing.get_args(annotation)
+    return type(None) in typing.get_args(declared().get(path))
 
 
 def apply(base: RunConfig, flat: dict, where: str = "the overlay") -> RunConfig:
@@ -199,19 +199,9 @@ class Layers:
         Args:
             unset: its keys that must be settings, and are left as they are below.
         """
-        found: dict = {}
-        parts = pieces(overlay)
-        for number, (key, value) in enumerate(parts):
-            flood = len(self.problems) >= MOST_LISTED  # then the rest at once, to be counted
-            try:
-                flat = flatten(dict(parts[number:]) if flood else {key: value})
-            except ConfigError as error:
-                self.problems += [problem if flood else _with_source(problem, source) for problem in error.problems]
-            else:
-                found = found if key in unset else stack(found, flat)
-            if flood:
-                break
-        self.layers.append((source, found))
+        found, problems = _placed(pieces(overlay))
+        self.problems += [_with_source(problem, source) for problem in problems[:MOST_LISTED]] + problems[MOST_LISTED:]
+        self.layers.append((source, functools.reduce(stack, (flat for key, flat in found if key not in unset), {})))
 
     def flat(self, count: int | None = None) -> dict:
         """All of them, or the lowest so many, as one flattened overlay."""
@@ -293,16 +283,16 @@ def difference(old: RunConfig, new: RunConfig) -> dict:
     return dict(sorted(changes.items()))
 
 
-def from_notebook(variables: dict, own: Collection[str] = (), injected: Collection[str] | None = None) -> RunConfig:
+def from_notebook(variables: dict, own: Collection[str] = ()) -> RunConfig:
     """RunConfig from what a notebook's parameters cell, and papermill below it, defined; arguments as of `of_notebook`.
 
     Raises:
         ConfigError: every unknown name, wrong type and contradiction at once.
     """
-    return of_notebook(variables, own, injected).config()
+    return of_notebook(variables, own).config()
 
 
-def of_notebook(variables: dict, own: Collection[str] = (), injected: Collection[str] | None = None) -> Layers:
+def of_notebook(variables: dict, own: Collection[str], injected: Collection[str] | None = None) -> Layers:
     """The layers of a notebook: its preset, its parameters cell, and what papermill injected.
 
     papermill injects whatever it is given and only logs what the notebook does not know, so every variable that holds

@@ -64,215 +64,143 @@ def contradictions(config) -> list[Problem]:
     from upsnb.data.families import FAMILIES, family_of
 
     problems = []
-    pdet, training, latent, datasets = config.operator.pdet, config.training, config.latent, config.data.datasets
-    stages = config.stages.planned
+    operator, training, latent, datasets = config.operator, config.training, config.latent, config.data.datasets
+    pdet, split, stages = operator.pdet, config.data.split, config.stages.planned
 
-    def require(holds: bool, setting: str, found: str, remedy: str) -> None:
-        if not holds:
-            problems.append(Problem(setting, found, remedy))
+    def refuse(setting: str, found: str, remedy: str) -> None:
+        problems.append(Problem(setting, found, remedy))
 
-    fields = config.data.workload == type(config.data)().workload
-    require(bool(datasets) or not fields, "data.datasets", "is empty", "name at least one dataset")
-    remedy = "set data.datasets to {}, and describe them in data.workload_settings"
-    require(not datasets or fields, "data.datasets", "are fields, and data.workload brings its own", remedy)
-    remedy = "set data.workload, or leave them out"
-    require(
-        not (config.data.workload_settings and fields),
-        "data.workload_settings",
-        "are for a workload, and fields have none",
-        remedy,
-    )
-    for name in () if fields else (name for name in stages if name != "operator"):
-        require(False, f"stages.{name}.epochs", "is a stage of fields, and data.workload has one alone", "set it to 0")
+    if config.data.workload == type(config.data)().workload:  # fields
+        if not datasets:
+            refuse("data.datasets", "is empty", "name at least one dataset")
+        if config.data.workload_settings:
+            found = "are for a workload, and fields have none"
+            refuse("data.workload_settings", found, "set data.workload, or leave them out")
+    else:
+        if datasets:
+            remedy = "set data.datasets to {}, and describe them in data.workload_settings"
+            refuse("data.datasets", "are fields, and data.workload brings its own", remedy)
+        for name in stages:
+            if name != "operator":
+                found = "is a stage of fields, and data.workload has one alone"
+                refuse(f"stages.{name}.epochs", found, "set it to 0")
     for path, width in (
         ("operator.pdet.input_dim", pdet.input_dim),
         ("diffusion.latent_dim", config.diffusion.latent_dim),
     ):
-        found = f"is {width} but latent.dim is {latent.dim}"
-        require(width in (None, latent.dim), path, found, "make them equal")
-    require(
-        training.num_gpus % training.num_nodes == 0,
-        "training.num_gpus",
-        f"{training.num_gpus} ranks on {training.num_nodes} machines",
-        "give each machine as many",
-    )
-    require(
-        pdet.hidden_dim % pdet.num_heads == 0 and (pdet.hidden_dim // pdet.num_heads) % 2 == 0,
-        "operator.pdet.num_heads",
-        f"{pdet.hidden_dim} over {pdet.num_heads} heads",
-        "make hidden_dim an even multiple",
-    )
-    require(
-        int(pdet.hidden_dim * pdet.mlp_ratio) > 0,
-        "operator.pdet.mlp_ratio",
-        f"{pdet.mlp_ratio:g} of a hidden_dim of {pdet.hidden_dim} is no width at all",
-        "raise it",
-    )
-    require(
-        latent.dim % 2 == 0
-        or not {"perceiver", "cross_attention"} & {config.operator.encoder, config.operator.decoder},
-        "latent.dim",
-        f"{latent.dim} is odd, and attention in encoder or decoder rotates pairs of channels",
-        "make it even",
-    )
-    require(
-        config.data.split.validation_fraction + config.data.split.test_fraction < 1,
-        "data.split",
-        "validation_fraction and test_fraction leave nothing to train on",
-        "lower one of them",
-    )
-    require(
-        config.data.mixing.by != "loss" or config.data.split.validation_fraction > 0,
-        "data.mixing.by",
-        "loss is that of the last validation, and data.split.validation_fraction is 0",
-        "validate on some samples, or mix by something else",
-    )
+        if width not in (None, latent.dim):
+            refuse(path, f"is {width} but latent.dim is {latent.dim}", "make them equal")
+    if training.num_gpus % training.num_nodes:
+        found = f"{training.num_gpus} ranks on {training.num_nodes} machines"
+        refuse("training.num_gpus", found, "give each machine as many")
+    if pdet.hidden_dim % (2 * pdet.num_heads):
+        found = f"{pdet.hidden_dim} over {pdet.num_heads} heads"
+        refuse("operator.pdet.num_heads", found, "make hidden_dim an even multiple")
+    if int(pdet.hidden_dim * pdet.mlp_ratio) == 0:
+        found = f"{pdet.mlp_ratio:g} of a hidden_dim of {pdet.hidden_dim} is no width at all"
+        refuse("operator.pdet.mlp_ratio", found, "raise it")
+    if latent.dim % 2 and (operator.encoder == "perceiver" or operator.decoder == "cross_attention"):
+        found = f"{latent.dim} is odd, and attention in encoder or decoder rotates pairs of channels"
+        refuse("latent.dim", found, "make it even")
+    if split.validation_fraction + split.test_fraction >= 1:
+        found = "validation_fraction and test_fraction leave nothing to train on"
+        refuse("data.split", found, "lower one of them")
+    if config.data.mixing.by == "loss" and split.validation_fraction == 0:
+        found = "loss is that of the last validation, and data.split.validation_fraction is 0"
+        refuse("data.mixing.by", found, "validate on some samples, or mix by something else")
     later, shortest = config.data.mixing.from_epoch, min(getattr(config.stages, name).epochs for name in stages)
     for name, epoch in later.items():
         path = f"data.mixing.from_epoch.{name}"
-        require(name in datasets, path, "no dataset has this name", did_you_mean(name, datasets))
-        found = f"{epoch}, and a stage ends after {shortest} epochs, so it would never be trained on"
-        require(epoch < shortest, path, found, "let it join before")
-    require(
-        not datasets or any(later.get(name, 0) == 0 for name in datasets),
-        "data.mixing.from_epoch",
-        "no dataset is there from epoch 0 on",
-        "leave one of them out",
-    )
-    require(
-        "consistency_distill" not in stages or "diff_residual" in stages,
-        "stages.consistency_distill.epochs",
-        "there is no diffusion model to learn from",
-        "train stages.diff_residual too",
-    )
+        if name not in datasets:
+            refuse(path, "no dataset has this name", did_you_mean(name, datasets))
+        if epoch >= shortest:
+            found = f"{epoch}, and a stage ends after {shortest} epochs, so it would never be trained on"
+            refuse(path, found, "let it join before")
+    if datasets and all(later.get(name, 0) > 0 for name in datasets):
+        refuse("data.mixing.from_epoch", "no dataset is there from epoch 0 on", "leave one of them out")
+    if "consistency_distill" in stages and "diff_residual" not in stages:
+        found = "there is no diffusion model to learn from"
+        refuse("stages.consistency_distill.epochs", found, "train stages.diff_residual too")
     chosen = {f"stages.{name}.optimizer": getattr(config.stages, name).optimizer for name in stages}
     for path, optimizer in {"optimizer": config.optimizer, **chosen}.items():
-        require(
-            not optimizer or optimizer.lr_scaling == "none" or optimizer.lr_reference_batch is not None,
-            f"{path}.lr_reference_batch",
-            f"is empty, and lr_scaling is {optimizer and optimizer.lr_scaling}",
-            "write the pairs of a step (batch_size x accum_steps x ranks) that the learning rates are meant for",
-        )
+        if optimizer and optimizer.lr_scaling != "none" and optimizer.lr_reference_batch is None:
+            remedy = (
+                "write the pairs of a step (batch_size x accum_steps x ranks) that the learning rates are meant for"
+            )
+            refuse(f"{path}.lr_reference_batch", f"is empty, and lr_scaling is {optimizer.lr_scaling}", remedy)
     for name, dataset in datasets.items():
         for setting, *problem in custom.problems(dataset):
-            require(False, f"data.datasets.{name}.{setting}", *problem)
+            refuse(f"data.datasets.{name}.{setting}", *problem)
     if any(problem.setting.startswith("data.datasets.") for problem in problems):
         return problems  # such a row answers no questions
     rows = {name: family_of(dataset) for name, dataset in datasets.items()}
     for name, dataset in datasets.items():
-        family, frames = rows[name], (dataset.input_frames, dataset.output_frames)
-        made, known = dataset.generate, ", ".join(family.parameters)
-        require(
-            made.parameter is None or (len(family.parameters) == 1 and not made.parameters),
-            f"data.datasets.{name}.generate.parameter",
-            f"{family.name} has {known or 'none'}",
-            "leave it empty, and write parameters by name",
-        )
+        path, family, frames = f"data.datasets.{name}", rows[name], (dataset.input_frames, dataset.output_frames)
+        made, known = dataset.generate, ", ".join(family.parameters) or "none"
+        if made.parameter is not None and (len(family.parameters) != 1 or made.parameters):
+            remedy = "leave it empty, and write parameters by name"
+            refuse(f"{path}.generate.parameter", f"{family.name} has {known}", remedy)
         for other in set(made.parameters) - set(family.parameters):
             found = f"{family.name} has no such parameter"
-            require(False, f"data.datasets.{name}.generate.parameters.{other}", found, f"it has {known or 'none'}")
-        require(
-            not dataset.augment or bool(family.symmetries),
-            f"data.datasets.{name}.augment",
-            f"no symmetry of {family.name} is known",
-            "set it to false",
-        )
+            refuse(f"{path}.generate.parameters.{other}", found, f"it has {known}")
+        if dataset.augment and not family.symmetries:
+            refuse(f"{path}.augment", f"no symmetry of {family.name} is known", "set it to false")
         if not family.time_dependent:
-            found = f"is static, but input_frames x output_frames is {frames[0]} x {frames[1]}"
-            require(frames == (1, 1), f"data.datasets.{name}", found, "leave both at 1")
-        elif config.operator.rollout == "latent" or training.lambda_forward or training.lambda_inv_dec:
-            require(
-                frames[0] == frames[1],
-                f"data.datasets.{name}",
-                f"latent rollout, lambda_forward and lambda_inv_dec need input_frames == output_frames, found "
-                f"{frames[0]} and {frames[1]}",
-                "make them equal",
-            )
+            if frames != (1, 1):
+                found = f"is static, but input_frames x output_frames is {frames[0]} x {frames[1]}"
+                refuse(path, found, "leave both at 1")
+        elif operator.rollout == "latent" or training.lambda_forward or training.lambda_inv_dec:
+            if frames[0] != frames[1]:
+                found = "latent rollout, lambda_forward and lambda_inv_dec need input_frames == output_frames, found "
+                refuse(path, f"{found}{frames[0]} and {frames[1]}", "make them equal")
     for term in (*TIME_TERMS, *PHYSICS_TERMS):
-        acting = [name for name, row in FAMILIES.items() if acts(term, row)]
-        require(
-            getattr(training, f"lambda_{term}") == 0 or any(acts(term, row) for row in rows.values()),
-            f"training.lambda_{term}",
-            f"acts on {', '.join(acting)} only, and no dataset is one",
-            "set it to 0",
-        )
-    require(
-        training.lambda_boundary == 0 or config.operator.walls == "free",
-        "training.lambda_boundary",
-        "acts on nothing while operator.walls is hard",
-        "set it to 0, or the walls to free",
-    )
-    require(
-        training.lambda_boundary == 0 or config.operator.decoder != "unpatchify",
-        "training.lambda_boundary",
-        "unpatchify repeats its edge values outside the grid",
-        "choose another decoder",
-    )
+        if getattr(training, f"lambda_{term}") and not any(acts(term, row) for row in rows.values()):
+            acting = ", ".join(name for name, row in FAMILIES.items() if acts(term, row))
+            refuse(f"training.lambda_{term}", f"acts on {acting} only, and no dataset is one", "set it to 0")
+    if training.lambda_boundary and operator.walls == "hard":
+        found = "acts on nothing while operator.walls is hard"
+        refuse("training.lambda_boundary", found, "set it to 0, or the walls to free")
+    if training.lambda_boundary and operator.decoder == "unpatchify":
+        found = "unpatchify repeats its edge values outside the grid"
+        refuse("training.lambda_boundary", found, "choose another decoder")
     for setting in ("loss_warmup_steps", "loss_frequency"):
         for term in getattr(training, setting):
-            hint = did_you_mean(term, LOSS_TERMS)
-            require(term in LOSS_TERMS, f"training.{setting}.{term}", "unknown loss term", hint)
-    require(
-        config.cost.budget is None or config.cost.price_per_hour > 0,
-        "cost.budget",
-        "nobody said what the machine costs, so it is never spent",
-        "set cost.price_per_hour",
-    )
-    require(
-        config.operator.means == "free" or any("conservation" in row.priors for row in rows.values()),
-        "operator.means",
-        "kept, and no dataset's equation keeps them",
-        "set it to free",
-    )
-    require(
-        config.operator.rollout != "latent" or config.operator.means == "free",
-        "operator.means",
-        "kept by what is added to the last frame, and a latent rollout adds nothing to it",
-        "set it to free",
-    )
-    require(
-        config.operator.rollout != "latent" or config.operator.fourier_modes == 0,
-        "operator.fourier_modes",
-        "is of fields, and a latent rollout decodes what its tokens say and nothing else",
-        "set it to 0",
-    )
-    require(
-        config.operator.rollout != "latent" or (training.lambda_forward > 0 and training.lambda_inv_enc > 0),
-        "operator.rollout",
-        "nothing trains the latent step and its decoding head",
-        "latent needs training.lambda_forward > 0 and training.lambda_inv_enc > 0",
-    )
-    require(
-        config.operator.encoder != "perceiver" or config.operator.decoder == "cross_attention",
-        "operator.decoder",
-        f"{config.operator.decoder} needs tokens that keep their place, and the perceiver's have none",
-        "set operator.decoder: cross_attention or operator.encoder: patch",
-    )
-    require(
-        not config.evaluation.symmetry_average
-        or any("turn" in row.symmetries and not row.time_dependent for row in rows.values()),
-        "evaluation.symmetry_average",
-        "averages over the turns of a static problem's box, and no dataset has any",
-        "set it to false",
-    )
+            if term not in LOSS_TERMS:
+                refuse(f"training.{setting}.{term}", "unknown loss term", did_you_mean(term, LOSS_TERMS))
+    if config.cost.budget is not None and config.cost.price_per_hour == 0:
+        found = "nobody said what the machine costs, so it is never spent"
+        refuse("cost.budget", found, "set cost.price_per_hour")
+    if operator.means == "kept" and not any("conservation" in row.priors for row in rows.values()):
+        refuse("operator.means", "kept, and no dataset's equation keeps them", "set it to free")
+    if operator.rollout == "latent":
+        if operator.means == "kept":
+            found = "kept by what is added to the last frame, and a latent rollout adds nothing to it"
+            refuse("operator.means", found, "set it to free")
+        if operator.fourier_modes > 0:
+            found = "is of fields, and a latent rollout decodes what its tokens say and nothing else"
+            refuse("operator.fourier_modes", found, "set it to 0")
+        if training.lambda_forward == 0 or training.lambda_inv_enc == 0:
+            remedy = "latent needs training.lambda_forward > 0 and training.lambda_inv_enc > 0"
+            refuse("operator.rollout", "nothing trains the latent step and its decoding head", remedy)
+    if operator.encoder == "perceiver" and operator.decoder != "cross_attention":
+        found = f"{operator.decoder} needs tokens that keep their place, and the perceiver's have none"
+        refuse("operator.decoder", found, "set operator.decoder: cross_attention or operator.encoder: patch")
+    can_turn = any("turn" in row.symmetries and not row.time_dependent for row in rows.values())
+    if config.evaluation.symmetry_average and not can_turn:
+        found = "averages over the turns of a static problem's box, and no dataset has any"
+        refuse("evaluation.symmetry_average", found, "set it to false")
     problems += [problem for _, clash, problem in CONFLICTS if clash(config)]
     active = {term for term in LOSS_TERMS if getattr(training, f"lambda_{term}") > 0}
-    require(bool(active), "training", "every loss weight is 0", "give at least one lambda_* a positive weight")
+    if not active:
+        refuse("training", "every loss weight is 0", "give at least one lambda_* a positive weight")
     for name, row in rows.items():
-        require(
-            not active or any(acts(term, row) for term in active),
-            f"data.datasets.{name}",
-            f"{', '.join(sorted(active))} act on other families only, so nothing would train on it",
-            "give training.lambda_relative a positive weight",
-        )
-    require(
-        training.inverse_loss_frequency == 1
-        or any(getattr(training, f"lambda_{t}") > 0 for t in INVERSE_TERMS)
-        or not training.loss_frequency.keys() & set(INVERSE_TERMS),
-        "training.loss_frequency",
-        "inverse terms follow training.inverse_loss_frequency",
-        "set that one only",
-    )
+        if active and not any(acts(term, row) for term in active):
+            found = f"{', '.join(sorted(active))} act on other families only, so nothing would train on it"
+            refuse(f"data.datasets.{name}", found, "give training.lambda_relative a positive weight")
+    inverse = {*INVERSE_TERMS}
+    if training.inverse_loss_frequency != 1 and not active & inverse and training.loss_frequency.keys() & inverse:
+        found = "inverse terms follow training.inverse_loss_frequency"
+        refuse("training.loss_frequency", found, "set that one only")
     return problems
 
 

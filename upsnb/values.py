@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import types
+import typing
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -52,6 +54,13 @@ class Section(BaseModel):
     """A frozen group of settings; unknown keys, wrong types and infinite numbers are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def section_of(annotation) -> type[Section] | None:
+    """The Section behind a field's annotation (`X`, `X | None`), or None for a plain value."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    candidates = typing.get_args(annotation) if is_union else (annotation,)
+    return next((one for one in candidates if isinstance(one, type) and issubclass(one, Section)), None)
 
 
 class ArrayConfig(Section):

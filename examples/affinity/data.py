@@ -14,11 +14,12 @@ Shape letters: P pairs, N proteins, L residues, F features of a chain, M motifs.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
+from scipy.linalg import block_diag
 
+from upsnb.runs.files import replacing
 from upsnb.values import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed
 
 RESIDUES = "LAGVSERTIDPKQNFYMHWC"  # in the order of ESM's vocabulary
@@ -28,7 +29,6 @@ HYDROPHOBICITY = dict(zip("ARNDCQEGHILKMFPSTWYV", (  # Kyte and Doolittle, doi 1
 CHARGE = {"K": 1.0, "R": 1.0, "D": -1.0, "E": -1.0}  # at pH 7
 NONE = 255  # behind the end of a chain
 ALMOST = 1 / 3  # what a motif is worth with one residue that is another
-SPLITS = ("train", "validation", "test")
 
 
 class Made(Section):
@@ -57,7 +57,7 @@ class Made(Section):
         return f"affinity_n{self.num_pairs}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.npz"
 
     def clusters(self, held_out: tuple[float, float]) -> tuple[int, ...]:
-        """How many of each of SPLITS."""
+        """How many are for training, validation and test."""
         validation, test = (round(share * self.num_clusters) for share in held_out)
         return self.num_clusters - validation - test, validation, test
 
@@ -70,16 +70,15 @@ class Rule:
         self.motifs = np.stack([draw.permutation(20)[: made.width] for _ in range(made.num_motifs)])
         couplings = draw.normal(size=(made.num_motifs, made.num_motifs))
         couplings = (couplings + couplings.T) / 2  # a motif binds some and repels others, either way round
-        self.parts = [_beside(couplings, np.zeros((2, 2))), _beside(0 * couplings, np.diag((1.0, -1.0)))]
         chains = make_chains(made, self.motifs, 1024 // made.members, np.random.default_rng((made.seed, 2)))
-        first, second = chains[:512], chains[512:]
-        self.coupling, self.offset = sum(self.parts), 0.0
-        raw = [self.affinity(first, second, part) for part in self.parts]
-        shares = made.motif_share, 1 - made.motif_share
-        scales = [made.spread * share**0.5 / values.std() for share, values in zip(shares, raw, strict=True)]
-        self.parts = [part * scale for part, scale in zip(self.parts, scales, strict=True)]
+        of_motifs = block_diag(couplings, np.zeros((2, 2)))
+        of_residues = block_diag(0 * couplings, np.diag((1.0, -1.0)))
+        self.parts, self.offset = [], 0.0
+        for part, share in ((of_motifs, made.motif_share), (of_residues, 1 - made.motif_share)):
+            spread = self.affinity(chains[:512], chains[512:], part).std()
+            self.parts.append(part * (made.spread * share**0.5 / spread))
         self.coupling = sum(self.parts)
-        self.offset = made.mean - self.affinity(first, second).mean()
+        self.offset = made.mean - self.affinity(chains[:512], chains[512:]).mean()
 
     def features(self, chains: np.ndarray) -> np.ndarray:
         """(N, L) residues -> (N, L, M + 2): motifs that begin here, hydrophobicity, charge; zero behind the end.
@@ -107,11 +106,6 @@ class Rule:
         return ours.reshape(len(first), -1) @ (near @ self.features(second)).reshape(len(second), -1).T + self.offset
 
 
-def _beside(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    zeros = np.zeros((len(first), len(second)))
-    return np.block([[first, zeros], [zeros.T, second]])
-
-
 def make_chains(made: Made, motifs: np.ndarray, clusters: int, draw: np.random.Generator) -> np.ndarray:
     """(clusters * members, longest) residues, NONE behind the end; a cluster's members stand side by side."""
     place, chains = np.arange(made.longest), []
@@ -133,7 +127,7 @@ def generate(made: Made, held_out: tuple[float, float], path: Path) -> None:
     `held_out`: shares of clusters for validation and test.
 
     Arrays: chains (N, longest) uint8; cluster (N,) int64; pairs (P, 2) int64, two proteins of one split; split (P,)
-    int8, a place in SPLITS; rule (P,) float32 pKd without noise; measured (P,) float32 with it.
+    int8, 0 train, 1 validation, 2 test; rule (P,) float32 pKd without noise; measured (P,) float32 with it.
     """
     rule, draw = Rule(made), np.random.default_rng((made.seed, 3))
     chains = make_chains(made, rule.motifs, made.num_clusters, draw)
@@ -152,7 +146,5 @@ def generate(made: Made, held_out: tuple[float, float], path: Path) -> None:
     pairs, split, exact = map(np.concatenate, zip(*found, strict=True))
     measured = exact + made.noise * draw.normal(size=len(exact))
     affinities = {"rule": exact.astype(np.float32), "measured": measured.astype(np.float32)}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(unfinished, "wb") as file:  # by name, savez would add an ending of its own
+    with replacing(path) as file:
         np.savez(file, chains=chains, cluster=cluster, pairs=pairs, split=split, **affinities)
-    os.replace(unfinished, path)

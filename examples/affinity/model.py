@@ -6,7 +6,6 @@ Shape letters: B pairs, N proteins, T tokens of a chain (one before its residues
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples.affinity.data import NONE
+from examples.common import attend, rotary
 from upsnb.config import RunConfig
 from upsnb.errors import DataError, Problem
 from upsnb.models.network import Network
 from upsnb.models.transformer import Mlp, rotate
+from upsnb.values import PositiveInt, Section
 
 CLS, PAD, EOS, FIRST = 0, 1, 2, 4  # ESM's vocabulary: <cls>, <pad>, <eos>, and the first residue
 NUM_TOKENS = 33
-KERNELS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}  # those that take a mask
 UNMASKED = 0.88  # ESM-2 was trained with 12 % of its tokens masked, and scales embeddings by what was left
 TRANSFORMERS = (  # names that the transformers library gives to the same tensors
     (r"^esm\.", ""),
@@ -57,11 +56,18 @@ class Spec:
         return (self.tokens,)
 
 
-def rotary(length: int, head_dim: int) -> Tensor:
-    """Cosines and sines of RoFormer's angles (arXiv 2104.09864) for places 0, 1, ...: (2, T, head_dim / 2)."""
-    rates = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.arange(length)[:, None] * rates
-    return torch.stack((angles.cos(), angles.sin()))
+class Sizes(Section):
+    """`model.settings`."""
+
+    width: PositiveInt = 64  # of the encoder, as the next two; ESM-2 of 8 million parameters has 320, 6, 20
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    head_width: PositiveInt = 64
+    head_layers: PositiveInt = 1
+    head_heads: PositiveInt = 4
+    search_width: PositiveInt = 64
+    weights: str = ""  # file of an encoder, below the project's folder; empty: random ones
+    frozen: bool = False  # whether the encoder stays as it is
 
 
 def tokens(chains: np.ndarray) -> Tensor:
@@ -90,9 +96,8 @@ class Attention(nn.Module):
 
         q, k = (rotate(heads(part), table) for part in (self.q_proj(x_BTD), self.k_proj(context_BTD)))
         v = heads(self.v_proj(context_BTD))
-        chosen = KERNELS.get(self.backend) if self.training else None  # no metric may depend on how a step was made
-        with contextlib.nullcontext() if chosen is None else sdpa_kernel(chosen):
-            y = F.scaled_dot_product_attention(q, k, v, keep_BT[:, None, None, :])
+        backend = self.backend if self.training else "sdpa"  # no metric may depend on how a step was made
+        y = attend(q, k, v, keep_BT[:, None, None, :], backend)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -150,35 +155,20 @@ class Facing(nn.Module):
 class AffinityModel(Network):
     """pKd of two chains from what their residues see of each other, and a vector of each chain alone to search by."""
 
-    def __init__(
-        self,
-        specs: dict[str, Spec],
-        width: int = 64,
-        num_layers: int = 2,
-        num_heads: int = 4,
-        head_width: int = 64,
-        head_layers: int = 1,
-        head_heads: int = 4,
-        search_width: int = 64,
-        frozen: bool = False,
-    ):
-        """
-        Args:
-            width, num_layers, num_heads: of the encoder; ESM-2 of 8 million parameters has 320, 6, 20.
-            frozen: whether the encoder stays as it is.
-        """
-        super().__init__(specs)
-        length, self.frozen = max(spec.tokens for spec in specs.values()), frozen
-        self.encoder = Encoder(width, num_layers, num_heads, length).requires_grad_(not frozen)
-        self.input = nn.Linear(width, head_width)
-        self.facing = nn.ModuleList(Facing(head_width, head_heads) for _ in range(head_layers))
-        self.energy = nn.Sequential(nn.LayerNorm(head_width), Mlp(head_width, head_width, 1))
-        self.search = nn.Linear(width, 2 * search_width)
-        self.register_buffer("table", rotary(length, head_width // head_heads), persistent=False)
-
     any_points = (
-        True  # phase 3 asks for query points beside rarer losses: here it makes the contrastive loss rarer alone
+        True  # phase 3 samples query points beside rarer losses: here it makes the contrastive loss rarer alone
     )
+
+    def __init__(self, specs: dict[str, Spec], sizes: Sizes):
+        super().__init__(specs)
+        length, width, head_width = max(spec.tokens for spec in specs.values()), sizes.width, sizes.head_width
+        self.frozen = sizes.frozen
+        self.encoder = Encoder(width, sizes.num_layers, sizes.num_heads, length).requires_grad_(not sizes.frozen)
+        self.input = nn.Linear(width, head_width)
+        self.facing = nn.ModuleList(Facing(head_width, sizes.head_heads) for _ in range(sizes.head_layers))
+        self.energy = nn.Sequential(nn.LayerNorm(head_width), Mlp(head_width, head_width, 1))
+        self.search = nn.Linear(width, 2 * sizes.search_width)
+        self.register_buffer("table", rotary(length, head_width // sizes.head_heads), persistent=False)
 
     def blocks(self) -> list[nn.Module]:
         return [*([] if self.frozen else self.encoder.layers), *self.facing]
@@ -230,16 +220,14 @@ def read_weights(path: Path, encoder: Encoder) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):  # in which fair-esm keeps its settings
             found = torch.load(path, map_location="cpu", weights_only=True)
         found = found.get("model", found)
-    own, renamed = encoder.state_dict(), {}
+    renamed = {}
     for name, value in found.items():
         for pattern, name_here in TRANSFORMERS:
             name = re.sub(pattern, name_here, name)
         renamed[name] = value
-    wrong = [name for name, value in own.items() if name not in renamed or renamed[name].shape != value.shape]
-    deeper = f"layers.{len(encoder.layers)}.fc1.weight"
-    if wrong or deeper in renamed:
-        name = wrong[0] if wrong else deeper
-        there = tuple(renamed[name].shape) if name in renamed else "not there"
-        here = tuple(own[name].shape) if name in own else "not there"
-        raise DataError(f"{path}: {name} is {there}, in the encoder {here} -> set model.settings to the file's sizes")
-    return {name: renamed[name].float() for name in own}
+    here, there = ({name: tuple(x.shape) for name, x in some.items()} for some in (encoder.state_dict(), renamed))
+    for name in (*here, f"layers.{len(encoder.layers)}.fc1.weight"):  # of no layer more
+        if here.get(name) != there.get(name):
+            said = f"{name} is {there.get(name, 'not there')}, in the encoder {here.get(name, 'not there')}"
+            raise DataError(f"{path}: {said} -> set model.settings to the file's sizes")
+    return {name: renamed[name].float() for name in here}

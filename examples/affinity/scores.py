@@ -46,18 +46,13 @@ def by_composition(counts: np.ndarray, partners: np.ndarray, measured: np.ndarra
         train: numbers of the pairs that may be learned from.
     """
     first, second = (np.pad(counts / 10, ((0, 0), (1, 0)), constant_values=1)[side] for side in partners.T)
-
-    def products(pairs: np.ndarray) -> np.ndarray:
-        return np.einsum("pi,pj->pij", first[pairs], second[pairs]).reshape(len(pairs), -1)
-
     mean, squares, sums = measured[train].mean(), 10.0 * np.eye(21**2), 0.0
     for some in np.array_split(train, len(train) // AT_ONCE + 1):
-        x = products(some)
-        squares += x.T @ x
-        sums += x.T @ (measured[some] - mean)
-    slopes = np.linalg.solve(squares, sums)
-    every = np.array_split(np.arange(len(partners)), len(partners) // AT_ONCE + 1)
-    return np.concatenate([products(some) @ slopes for some in every]) + mean
+        products = np.einsum("pi,pj->pij", first[some], second[some]).reshape(len(some), -1)
+        squares += products.T @ products
+        sums += products.T @ (measured[some] - mean)
+    slopes = np.linalg.solve(squares, sums).reshape(21, 21)
+    return ((first @ slopes) * second).sum(axis=1) + mean
 
 
 @styled

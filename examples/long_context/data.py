@@ -1,17 +1,14 @@
-"""Text to packed chunks of tokens in memory-mapped shards, and a small corpus for when there is no text.
+"""Text to packed chunks of tokens in a memory-mapped file, and a small corpus for when there is no text.
 
 A chunk is a row of `context + 1` tokens of one stream of documents; beside each token stands which document of the
-chunk it is of. Documents belong to one split each, and a shard holds one's chunks: (chunks, 2, context + 1) uint16.
+chunk it is of. Documents belong to one split each. The file holds (chunks, 2, context + 1) uint16, split by split.
 """
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
-import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,15 +22,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from examples.common import SPLITS, Table
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.errors import DataError
+from upsnb.runs.files import replacing, write_json
 from upsnb.values import NonNegativeInt, PositiveInt, Section, Seed
 
-SPLITS = ("train", "validation", "test")
 PIECE = re.compile(r" ?\w+|\s|[^\w\s]")  # words with the space before them, signs
 LEARNED = 2**21  # characters that a vocabulary is taken from
-VERSION = 3  # of shards, and of what is generated
-INDEX = "index.json"  # of a folder of shards
+VERSION = 4  # of chunks as they lie on the disk, and of what is generated
+CHUNKS, INDEX = ".bin", ".json"  # endings: of the chunks, and of what is to be known of them
 DOCUMENT_END = "\f"  # in a text file; the end of a file is one as well
 
 
@@ -109,11 +107,11 @@ class Words:
         return cls([piece for piece, _ in counts.most_common(size - 257)])
 
     @classmethod
-    def load(cls, path: Path) -> Words:
-        return cls(json.loads(path.read_text()))
+    def loaded(cls, text: str) -> Words:
+        return cls(json.loads(text))
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.pieces))
+    def saved(self) -> str:
+        return json.dumps(self.pieces)
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []
@@ -147,13 +145,13 @@ class Bpe:
         return cls(made)
 
     @classmethod
-    def load(cls, path: Path) -> Bpe:
+    def loaded(cls, text: str) -> Bpe:
         from tokenizers import Tokenizer
 
-        return cls(Tokenizer.from_file(str(path)))
+        return cls(Tokenizer.from_str(text))
 
-    def save(self, path: Path) -> None:
-        self.made.save(str(path))
+    def saved(self) -> str:
+        return self.made.to_str(pretty=True)
 
     def encode(self, text: str) -> list[int]:
         return self.made.encode(text).ids
@@ -179,11 +177,6 @@ class Settings(Section):
     seed: Seed = 0  # of the corpus, and of which document is in which split
     needles: NonNegativeInt = 6  # questions at each depth, after training
 
-    def rows(self, split: tuple[float, float]) -> dict[str, int]:
-        """Chunks of each split of a generated corpus."""
-        kept = dict(zip(("validation", "test"), (round(share * self.chunks) for share in split)))
-        return {"train": self.chunks - sum(kept.values()), **kept}
-
 
 def text_files(settings: Settings, root: Path) -> list[Path]:
     """Those that are named, each once; none: the corpus is generated.
@@ -197,8 +190,8 @@ def text_files(settings: Settings, root: Path) -> list[Path]:
     return [Path(path) for path in dict.fromkeys(path for paths in found.values() for path in paths)]
 
 
-def folder_of(settings: Settings, split: tuple[float, float], root: Path, data: Path) -> Path:
-    """Where the shards lie: the name depends on all that they do."""
+def place_of(settings: Settings, split: tuple[float, float], root: Path, data: Path) -> Path:
+    """Where the chunks lie, without CHUNKS and INDEX: the name depends on all that they do."""
     known = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in text_files(settings, root)]
     what = repr((settings.model_copy(update={"needles": 0}), split, known, VERSION))
     return data / f"long_context_{settings.context}_{sha256(what.encode()).hexdigest()[:10]}"
@@ -215,56 +208,51 @@ def packed(stream: Iterator[list[int]], context: int) -> Iterator[np.ndarray]:
             tokens, owners = tokens[context:], owners[context:]
 
 
-def prepare(settings: Settings, split: tuple[float, float], root: Path, data: Path, log: Callable) -> Path:
-    """Tokenise and pack what is not there yet; the folder of the shards, which is whole whenever it is there.
-
-    Args:
-        split: shares of documents for validation and test.
-        root: folder that files are named from.
-        data: folder for shards.
-    Raises:
-        DataError: a file that is named is not there, or a split that is asked for has no whole chunk of the text.
-    """
-    folder, files = folder_of(settings, split, root, data), text_files(settings, root)
-    if folder.exists():
-        return folder
-    log(f"tokenising into {folder.name}")
-    kind = TOKENIZERS[settings.tokenizer]
-    corpus = texts(files) if files else documents(settings.seed, settings.context)
-    tokenizer = kind.learned(corpus, settings.vocabulary)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(unfinished / "tokenizer.json")
-    content, rows, wanted = sha256((unfinished / "tokenizer.json").read_bytes()), {}, settings.rows(split)
-    for number, name in enumerate(wanted):
-        if files:
-            chosen = (text for text in texts(files) if split_of(text, settings.seed, split) == name)
-        else:
-            chosen = documents(settings.seed + 1_000_003 * (number + 1), settings.context)
-        chunks, rows[name] = packed((tokenizer.encode(text) + [tokenizer.end] for text in chosen), settings.context), 0
-        with (unfinished / f"{name}.bin").open("wb") as shard:
-            for chunk in chunks if files else islice(chunks, wanted[name]):
-                content.update(chunk)
-                rows[name] += shard.write(chunk) // chunk.nbytes
-    empty = [name for name, share in zip(SPLITS, (1.0, *split)) if share and not rows[name]]
-    if empty:
-        shutil.rmtree(unfinished)
-        where, remedy = ("files", "give more documents, apart by form feeds") if files else ("chunks", "raise it")
-        raise DataError(
-            f"workload_settings.{where}: nothing of {settings.context + 1} tokens for {' and '.join(empty)} -> "
-            f"{remedy}, lower workload_settings.context, or set that share of data.split to 0"
-        )
-    (unfinished / INDEX).write_text(json.dumps({"rows": rows, "content": content.hexdigest()[:16]}))
-    with contextlib.suppress(OSError):  # another run has made the same meanwhile
-        unfinished.rename(folder)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
-
-
 def split_of(text: str, seed: int, split: tuple[float, float]) -> str:
     """Which split a document is in: by what it says alone, so that one that comes twice is in one of them."""
     place = int(sha256(f"{seed} {text}".encode()).hexdigest()[:13], 16) / 16**13
     return "validation" if place < split[0] else "test" if place < sum(split) else "train"
+
+
+def prepare(settings: Settings, split: tuple[float, float], root: Path, data: Path, log: Callable) -> Path:
+    """Tokenise and pack what is not there yet, as `place_of` says; what is there is whole.
+
+    Args:
+        split: shares of documents for validation and test.
+        root: folder that files are named from.
+        data: folder for what is made.
+    Raises:
+        DataError: a file that is named is not there, or a split that is asked for has no whole chunk of the text.
+    """
+    place, files, seed = place_of(settings, split, root, data), text_files(settings, root), settings.seed
+    if place.with_suffix(INDEX).exists():
+        return place
+    log(f"tokenising into {place.name}")
+    data.mkdir(parents=True, exist_ok=True)
+    corpus = texts(files) if files else documents(seed, settings.context)
+    tokenizer = TOKENIZERS[settings.tokenizer].learned(corpus, settings.vocabulary)
+    held_out = [round(share * settings.chunks) for share in split]
+    generated = dict(zip(SPLITS, (settings.chunks - sum(held_out), *held_out)))
+    content, rows = sha256(tokenizer.saved().encode()), dict.fromkeys(SPLITS, 0)
+    with replacing(place.with_suffix(CHUNKS)) as file:
+        for number, name in enumerate(SPLITS, start=1):
+            if files:
+                chosen = (text for text in texts(files) if split_of(text, seed, split) == name)
+            else:
+                chosen = documents(seed + 1_000_003 * number, settings.context)
+            stream = (tokenizer.encode(text) + [tokenizer.end] for text in chosen)
+            for chunk in islice(packed(stream, settings.context), None if files else generated[name]):
+                content.update(chunk)
+                rows[name] += file.write(chunk) // chunk.nbytes
+        if empty := [name for name, share in zip(SPLITS, (1.0, *split)) if share and not rows[name]]:
+            where, remedy = ("files", "give more documents, apart by form feeds") if files else ("chunks", "raise it")
+            raise DataError(
+                f"workload_settings.{where}: nothing of {settings.context + 1} tokens for {' and '.join(empty)} -> "
+                f"{remedy}, lower workload_settings.context, or set that share of data.split to 0"
+            )
+    known = {"rows": rows, "content": content.hexdigest()[:16], "kind": settings.tokenizer}
+    write_json(place.with_suffix(INDEX), known | {"tokenizer": tokenizer.saved()})
+    return place
 
 
 @dataclass(frozen=True)
@@ -281,6 +269,11 @@ class TokenSpec:
         """Positions that a loss can be taken at."""
         return (self.context,)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a chunk on a device."""
+        return 8 * (self.context + 1)
+
 
 @dataclass
 class TokenBatch(TensorBatch):
@@ -294,76 +287,67 @@ class TokenBatch(TensorBatch):
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Packed shards, ready to be read; a sample is a chunk."""
+class Corpus(Table):
+    """Packed chunks, ready to be read; each is a sample and a training pair."""
 
     name: str
-    folder: Path
+    place: Path
     spec: TokenSpec
     rows: dict[str, int]  # chunks by split
+    tokenizer: Words | Bpe
 
     @property
     def splits(self) -> dict[str, np.ndarray]:
         ends = np.cumsum(list(self.rows.values()))
-        return {name: np.arange(end - self.rows[name], end) for name, end in zip(self.rows, ends)}
+        return dict(zip(self.rows, np.split(np.arange(ends[-1]), ends[:-1])))
 
     @property
     def num_bytes(self) -> int:
-        """Of all chunks on a device."""
-        return 8 * sum(self.rows.values()) * (self.spec.context + 1)
+        return sum(self.rows.values()) * self.spec.num_bytes
 
     @property
     def about(self) -> dict:
         return {key: getattr(self.spec, key) for key in ("content", "context", "vocabulary")}
 
-    def shard(self, split: str) -> np.ndarray:
-        """Chunks of a split as they lie on the disk, (chunks, 2, context + 1) uint16."""
-        shape = (self.rows[split], 2, self.spec.context + 1)
-        return np.memmap(self.folder / f"{split}.bin", np.uint16, "r", shape=shape) if shape[0] else np.empty(shape)
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Tokens and numbers of documents as they lie on the disk, (chunks, context + 1) uint16.
 
-    def pairs(self, split: str, calls: int = 1) -> np.ndarray:
-        """(P, 2) int64: a chunk is a training pair."""
-        return np.stack([self.splits[split], np.zeros(self.rows[split], np.int64)], axis=1)
+        They are opened anew, because a memory map is pickled whole.
+        """
+        chunks = np.memmap(self.place.with_suffix(CHUNKS), np.uint16, "c").reshape(-1, 2, self.spec.context + 1)
+        return torch.from_numpy(chunks).unbind(1)
 
-    def chunks(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and document numbers of chunks, (B, context + 1) int32."""
-        found, first = np.empty((2, len(samples), self.spec.context + 1), np.int32), 0
-        for split, count in self.rows.items():
-            here = (samples >= first) & (samples < first + count)
-            found[:, here] = self.shard(split)[samples[here] - first].swapaxes(0, 1)
-            first += count
-        return tuple(found)
+    def chunks(self, samples: np.ndarray) -> tuple[Tensor, ...]:
+        """Tokens and numbers of documents, (B, context + 1) int32."""
+        return tuple(table[samples].int() for table in self.tables)
 
     def resident(self, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(x).to(device) for x in self.chunks(np.arange(sum(self.rows.values()))))
+        return tuple(table.int().to(device) for table in self.tables)
 
-    def read(self, microbatch: Microbatch, calls: int, resident: tuple[Tensor, ...] | None = None) -> TokenBatch:
-        samples = microbatch.pairs[:, 0]
-        if resident is None:
-            tensors = map(torch.from_numpy, self.chunks(samples))
-        else:
-            chosen = torch.from_numpy(samples).to(resident[0].device, non_blocking=True)
-            tensors = (x[chosen] for x in resident)
-        return TokenBatch(self.name, *tensors, seed=microbatch.seed, turn=microbatch.turn)
+    def batch(self, tables: tuple[Tensor, ...], samples: Tensor, microbatch: Microbatch) -> TokenBatch:
+        chosen = (table[samples].int() for table in tables)
+        return TokenBatch(self.name, *chosen, seed=microbatch.seed, turn=microbatch.turn)
 
     def unigram(self) -> np.ndarray:
         """Log-probability of each token in the training split, one added to each count, (V,)."""
         counts = np.ones(self.spec.vocabulary)
-        for chunk in self.shard("train"):
-            counts += np.bincount(chunk[0], minlength=self.spec.vocabulary)
+        for chunk in self.tables[0][: self.rows["train"]].numpy():
+            counts += np.bincount(chunk, minlength=self.spec.vocabulary)
         return np.log(counts / counts.sum())
 
 
-def opened(spec: TokenSpec, folder: Path) -> Corpus:
-    """The corpus that `prepare` left in a folder.
+def opened(spec: TokenSpec, place: Path) -> Corpus:
+    """The corpus that `prepare` left in a place.
 
     Raises:
         DataError: it has not been there.
     """
-    if not folder.exists():
-        raise DataError(f"{folder} is not there -> start a run, which tokenises the text")
-    known = json.loads((folder / INDEX).read_text())
-    return Corpus(spec.name, folder, replace(spec, content=known["content"]), known["rows"])
+    if not place.with_suffix(INDEX).exists():
+        raise DataError(f"{place.with_suffix(INDEX)} is not there -> start a run, which tokenises the text")
+    known = json.loads(place.with_suffix(INDEX).read_text())
+    tokenizer = TOKENIZERS[known["kind"]].loaded(known["tokenizer"])
+    return Corpus(spec.name, place, replace(spec, content=known["content"]), known["rows"], tokenizer)
 
 
 def haystack(tokenizer, context: int, depth: float, draws: np.random.Generator, choices: int):

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from examples.common import attend, rotary
 from upsnb.config import RunConfig
 from upsnb.errors import Problem
 from upsnb.models.network import Network
-from upsnb.models.transformer import KERNELS, rotate
+from upsnb.models.transformer import rotate
 from upsnb.values import PositiveFloat, PositiveInt, Section
 
 SIZES = {  # width, blocks, heads, heads of keys and values
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim, bias=False)
         self.smear = nn.Parameter(torch.zeros(kv_heads, 1, 1))  # its sigmoid is the share of the key before
 
-    def forward(self, x_BND: Tensor, table: tuple[Tensor, Tensor], starts_BN: Tensor, mask) -> Tensor:
+    def forward(self, x_BND: Tensor, table: Tensor, starts_BN: Tensor, mask) -> Tensor:
         """(B, N, D) -> (B, N, D).
 
         Args:
@@ -88,18 +88,10 @@ class Attention(nn.Module):
         if mask is not None and not isinstance(mask, Tensor):
             kernel = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
             return kernel(q, k, v, block_mask=mask, enable_gqa=True)
-        backend, repeats = self.backend if self.training else "sdpa", self.heads // self.kv_heads
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        if backend == "math":  # the scores written out
-            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-            scores = scores.masked_fill(~mask, -torch.inf)
-            return torch.softmax(scores, dim=-1).to(v.dtype) @ v
-        if backend in KERNELS:
-            with sdpa_kernel(KERNELS[backend]):
-                return F.scaled_dot_product_attention(q, k, v, mask)
-        return F.scaled_dot_product_attention(q, k, v, mask)
+        return attend(q, k, v, mask, self.backend if self.training else "sdpa")
 
 
 class SwiGLU(nn.Module):
@@ -169,19 +161,16 @@ class Decoder(Network):
 
     any_points = True  # the loss can be taken at some positions alone: training.query_sampling
 
-    def __init__(self, specs: dict, size: str, theta: float, chunk: int):
+    def __init__(self, specs: dict, sizes: Sizes):
         super().__init__(specs)
-        dim, depth, heads, kv_heads = SIZES[size]
+        dim, depth, heads, kv_heads = SIZES[sizes.size]
         longest, vocabulary = (max(getattr(spec, key) for spec in specs.values()) for key in ("context", "vocabulary"))
         self.embedding = nn.Embedding(vocabulary, dim)
         self.layers = nn.ModuleList(Block(dim, heads, kv_heads, depth) for _ in range(depth))
-        self.head = Head(dim, vocabulary, chunk)
+        self.head = Head(dim, vocabulary, sizes.chunk)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.logits.weight, std=0.02)
-        pairs = torch.arange(dim // heads // 2) / (dim // heads // 2)
-        angles = torch.arange(longest)[:, None] * theta**-pairs
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("table", rotary(longest, dim // heads, sizes.theta), persistent=False)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
@@ -199,9 +188,7 @@ class Decoder(Network):
         Args:
             documents_BN: which document of its chunk each token is of; None: all of one, and no mask is made.
         """
-        x, count = self.embedding(tokens_BN), tokens_BN.shape[1]
-        table = self.cos[:count], self.sin[:count]
-        mask = None
+        x, table, mask = self.embedding(tokens_BN), self.table[:, : tokens_BN.shape[1]], None
         if documents_BN is None:
             documents_BN = torch.zeros_like(tokens_BN)
         else:

@@ -11,27 +11,21 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from examples.common import Example, PlainObjective, shared_out
 from examples.long_context import data
 from examples.long_context.data import Corpus, Settings, TokenBatch, TokenSpec
 from examples.long_context.model import IGNORED, Decoder, Sizes, next_tokens
 from upsnb.data.datasets import Outline
-from upsnb.data.source import thinned
 from upsnb.report import style
-from upsnb.training import parallel
-from upsnb.training.losses import Objective
-from upsnb.training.workload import Workload
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)  # of a needle in its haystack: 0 is the beginning
 CHOICES = 8  # second names to choose from, at most
 
 
-class NextToken(Objective):
+class NextToken(PlainObjective):
     """Cross-entropy of the next token within its document, over all positions or some at random."""
 
     TERMS = ("cross_entropy",)
-
-    def weights(self, step: int, microbatch: int) -> dict[str, float]:
-        return {"cross_entropy": 1.0}
 
     def terms(self, batch: TokenBatch, weights: dict[str, float]) -> dict[str, Tensor]:
         tokens, documents, targets = next_tokens(batch.tokens, batch.documents)
@@ -42,131 +36,100 @@ class NextToken(Objective):
             hidden, targets = hidden[:, chosen], targets[:, chosen]
         return {"cross_entropy": self.model.head(hidden, targets)}
 
-    def idle(self, batch: TokenBatch) -> Tensor:
-        return self.terms(batch, {})["cross_entropy"]
 
-
-class LongContext(Workload):
+class LongContext(Example):
     """Packed documents, next tokens, tokens per second."""
 
     unit, metric = "tokens", "perplexity"
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.settings = self.section(Settings, "data.workload_settings")
-        self.sizes = self.section(Sizes, "model.settings")
-        self.split = config.data.split.validation_fraction, config.data.split.test_fraction
+    settings_class, sizes_class, spec_class = Settings, Sizes, TokenSpec
 
     def units_per_pair(self) -> int:
         return self.settings.context
 
     def prepare(self, root: Path, log: Callable[[str], None]) -> None:
-        data.prepare(self.settings, self.split, root, root / self.config.data.root, log)
+        data.prepare(self.settings, self.held_out, root, root / self.config.data.root, log)
 
     def open(self, root: Path, log: Callable[[str], None]) -> dict[str, Corpus]:
-        folder = data.folder_of(self.settings, self.split, root, root / self.config.data.root)
-        return {"text": data.opened(self._spec(), folder)}
+        place = data.place_of(self.settings, self.held_out, root, root / self.config.data.root)
+        return {"text": data.opened(self._spec(), place)}
 
     def outlines(self, root: Path) -> dict[str, Outline]:
         if self.settings.files:
             return self.open(root, print)
-        chunks = sum(self.settings.rows(self.split).values())
-        return {"text": Outline(self._spec(), 8 * chunks * (self.settings.context + 1))}
+        return {"text": Outline(self._spec(), self.settings.chunks * self._spec().num_bytes)}
 
     def _spec(self) -> TokenSpec:
         return TokenSpec("text", self.settings.context, self.settings.vocabulary)
 
-    def spec_from(self, values: dict) -> TokenSpec:
-        return TokenSpec(**values)
-
     def objective(self, datasets, stage, before) -> NextToken:
         specs = {name: dataset.spec for name, dataset in datasets.items()}
-        return NextToken(Decoder(specs, **vars(self.sizes)), self.config.training)
+        return NextToken(Decoder(specs, self.sizes), self.config.training)
 
     def zeros(self, name: str, spec: TokenSpec, size: int, device=None, calls: int = 1) -> TokenBatch:
         tokens = torch.zeros(size, spec.context + 1, dtype=torch.int32, device=device)
         return TokenBatch(name, tokens, tokens.clone(), seed=0)
 
-    @torch.no_grad()
-    def evaluate(self, model, datasets, split, ranks, alive, fraction=1.0, examples=None, final=False):
-        was_training, results = model.training, {}
-        model.eval()
-        for name, corpus in datasets.items():
-            chosen = corpus.splits[split]
-            if not len(chosen):
-                continue
-            chosen = thinned(chosen, max(1, round(fraction * len(chosen))))
-            own, unigram = [], corpus.unigram()
-            for sample in chosen[ranks.rank :: ranks.world_size]:
-                alive()
-                own.append((int(sample), *_by_context(model, corpus, sample, unigram, ranks.device)))
-            asked = self._needles(model, corpus, ranks, alive) if final else []
-            found = parallel.all_gather_objects(ranks, (own, asked))
-            results[name] = _summary(corpus, sorted(row for rows, _ in found for row in rows))
-            if answers := [answer for _, answers in found for answer in answers]:
-                results[name] |= _answered(answers)
-        model.train(was_training)
-        return results
+    def measure(self, model: Decoder, corpus: Corpus, samples: np.ndarray, ranks, alive, final: bool):
+        unigram = corpus.unigram()
 
-    def _needles(self, model: Decoder, corpus: Corpus, ranks, alive) -> list[tuple[float, bool, float]]:
-        """(depth, whether the answer was right, chance) of this rank's share of the questions."""
-        tokenizer, answers = data.TOKENIZERS[self.settings.tokenizer].load(corpus.folder / "tokenizer.json"), []
-        for number in range(ranks.rank, len(DEPTHS) * self.settings.needles, ranks.world_size):
-            alive()
-            depth, draws = DEPTHS[number % len(DEPTHS)], np.random.default_rng((self.settings.seed, number))
-            tokens, choices = data.haystack(tokenizer, corpus.spec.context, depth, draws, CHOICES)
-            if len(choices) > 1 and len(tokens) <= corpus.spec.context:  # else names are no words of this corpus
-                hidden = model.hidden(torch.tensor([tokens], device=ranks.device))[:, -1:]
-                answers.append((depth, int(model.head(hidden)[0, 0, choices].argmax()) == 0, 1 / len(choices)))
-        return answers
+        def ask(some: np.ndarray):
+            return [by_context(model, corpus, sample, unigram, ranks.device) for sample in some]
+
+        losses, counts, plain = map(np.array, zip(*shared_out(ask, samples, 1, ranks, alive)))
+        read = np.flatnonzero(counts.sum(axis=0))
+        by_read, tokens = losses.sum(axis=0)[read], counts.sum(axis=0)[read]
+        found = {
+            "error": float(np.exp(losses.sum() / counts.sum())),
+            "baseline": "unigram",
+            "baseline_error": float(np.exp(plain.sum() / counts.sum())),
+            "num_samples": len(samples),
+            "per_sample": {
+                "samples": samples.tolist(),
+                "error": np.exp(losses.sum(axis=1) / counts.sum(axis=1)).tolist(),
+            },
+            "by_context": {
+                "read": (2**read).tolist(),
+                "perplexity": np.exp(by_read / tokens).tolist(),
+                "tokens": tokens.tolist(),
+            },
+        }
+        return found | (self._needles(model, corpus, ranks, alive) if final else {}), {}
+
+    def _needles(self, model: Decoder, corpus: Corpus, ranks, alive) -> dict:
+        """How often a needle is found, by its depth; nothing where names are no words of this corpus."""
+
+        def ask(numbers: np.ndarray):
+            for number in numbers.tolist():
+                depth, draws = DEPTHS[number % len(DEPTHS)], np.random.default_rng((self.settings.seed, number))
+                tokens, choices = data.haystack(corpus.tokenizer, corpus.spec.context, depth, draws, CHOICES)
+                if len(choices) > 1 and len(tokens) <= corpus.spec.context:
+                    hidden = model.hidden(torch.tensor([tokens], device=ranks.device))[:, -1:]
+                    yield depth, int(model.head(hidden)[0, 0, choices].argmax()) == 0, 1 / len(choices)
+
+        answers = shared_out(ask, np.arange(len(DEPTHS) * self.settings.needles), 1, ranks, alive)
+        if not answers:
+            return {}
+        depths, right, chance = map(np.array, zip(*answers))
+        told = {"depth": np.unique(depths).tolist(), "chance": float(chance.mean())}
+        told["right"] = [float(right[depths == depth].mean()) for depth in told["depth"]]
+        return {"needles_right": float(right.mean()), "needle": told}
 
     def figures(self, drawn) -> dict[str, Callable[[], Figure]]:
         return {f"perplexity_{name}": partial(perplexity, result) for name, result in drawn.results.items()}
 
 
-def _by_context(model: Decoder, corpus: Corpus, sample: int, unigram: np.ndarray, device) -> tuple:
+def by_context(model: Decoder, corpus: Corpus, sample: int, unigram: np.ndarray, device) -> tuple:
     """Sums of losses and numbers of tokens by how much of the document was read, in powers of two; a unigram's sum."""
-    chunk = [torch.from_numpy(part).to(device) for part in corpus.chunks(np.array([sample]))]
-    tokens, documents, targets = next_tokens(*chunk)
+    tokens, documents, targets = next_tokens(*(part.to(device) for part in corpus.chunks(np.array([sample]))))
     lengths = torch.bincount(documents[0]).tolist()  # one by one: a mask of a whole chunk has N^2 elements
     parts = zip(tokens.split(lengths, dim=1), targets.split(lengths, dim=1))
     losses = torch.cat([model.head(model.hidden(of), next_of, mean=False)[0] for of, next_of in parts])
-    losses = losses.double().cpu().numpy()
-    targets, owner = targets[0].cpu().numpy(), documents[0].cpu().numpy()
-    known = targets != IGNORED
-    read = 1 + np.arange(len(owner)) - np.searchsorted(owner, owner)
-    size = int(np.ceil(np.log2(corpus.spec.context)))
-    bins = np.minimum(np.log2(read[known]).astype(int), size - 1)  # a whole chunk is read once: no point of its own
-    plain = -float(unigram[targets[known]].sum())
-    return np.bincount(bins, losses[known], size), np.bincount(bins, minlength=size), plain
-
-
-def _summary(corpus: Corpus, rows: list[tuple]) -> dict:
-    samples, losses, counts, unigram = zip(*rows)
-    total, tokens = np.sum(losses, axis=0), np.sum(counts, axis=0)
-    bins = tokens > 0
-    return {
-        "error": float(np.exp(total.sum() / tokens.sum())),
-        "baseline": "unigram",
-        "baseline_error": float(np.exp(np.sum(unigram) / tokens.sum())),
-        "num_samples": len(samples),
-        "per_sample": {
-            "samples": list(samples),
-            "error": [float(np.exp(loss.sum() / count.sum())) for loss, count in zip(losses, counts)],
-        },
-        "by_context": {
-            "read": [2**n for n in np.flatnonzero(bins).tolist()],
-            "perplexity": np.exp(total[bins] / tokens[bins]).tolist(),
-            "tokens": tokens[bins].tolist(),
-        },
-    }
-
-
-def _answered(answers: list[tuple[float, bool, float]]) -> dict:
-    right = {depth: [found for at, found, _ in answers if at == depth] for depth in sorted({at for at, *_ in answers})}
-    _, found, chance = (float(np.mean(part)) for part in zip(*answers))
-    told = {"depth": list(right), "right": [float(np.mean(some)) for some in right.values()], "chance": chance}
-    return {"needles_right": found, "needle": told}
+    targets = targets[0].cpu().numpy()
+    known, size = targets != IGNORED, int(np.ceil(np.log2(corpus.spec.context)))
+    read = np.concatenate([1 + np.arange(length) for length in lengths])[known]
+    bins = np.minimum(np.log2(read).astype(int), size - 1)  # a whole chunk is read once: no point of its own
+    losses = losses.double().cpu().numpy()[known]
+    return np.bincount(bins, losses, size), np.bincount(bins, minlength=size), -unigram[targets[known]].sum()
 
 
 @style.styled

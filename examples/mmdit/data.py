@@ -17,7 +17,6 @@ from upsnb.errors import DataError
 COLOURS = {"red": (0.9, 0.15, 0.15), "green": (0.15, 0.75, 0.2), "blue": (0.2, 0.35, 0.95), "yellow": (0.95, 0.85, 0.1)}
 SHAPES = ("circle", "square", "triangle")
 NUMBERS = ("a", "two", "three", "four")
-RELATIONS = ("left of", "right of", "above", "below")
 NO_WORD, NO_CAPTION = "", "<none>"  # what fills a caption up, and what stands for all of it where it is left out
 WORDS = (NO_WORD, NO_CAPTION, *NUMBERS, *COLOURS, *SHAPES, *(f"{shape}s" for shape in SHAPES))
 WORDS += ("left", "right", "above", "below", "of")

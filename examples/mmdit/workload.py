@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,17 +14,15 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from examples.common import SPLITS, Example, PlainObjective, Table, shared_out
 from examples.mmdit import data, figures, judge
-from examples.mmdit.model import CHANNELS, BucketSpec, MMDiT, Shape
-from examples.mmdit.sampler import noise, sample, shifted
+from examples.mmdit.model import CHANNELS, BucketSpec, MMDiT, Shape, noise, sample, shifted
 from upsnb.config import TrainingConfig
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.data.datasets import Outline
 from upsnb.data.source import thinned
-from upsnb.errors import ConfigError, Problem
-from upsnb.training import parallel
-from upsnb.training.losses import Objective
-from upsnb.training.workload import Workload
+from upsnb.errors import Problem
+from upsnb.report.figures import latest
 from upsnb.values import DatasetName, NonNegativeFloat, OpenFraction, PositiveInt, Section, Seed
 
 NUM_TIMES = 8  # at which the loss is measured, each for as many of the times that training draws
@@ -56,7 +54,7 @@ class Pictures(TensorBatch):
 
 
 @dataclass
-class Bucket:
+class Bucket(Table):
     """Pictures of one size with their captions."""
 
     name: str
@@ -67,26 +65,18 @@ class Bucket:
     seed: int  # of both
 
     @property
-    def num_bytes(self) -> int:
-        return self.pictures.nbytes + self.tokens.nbytes
-
-    @property
     def about(self) -> dict:
         known = {"size": list(self.spec.size), "words": len(data.WORDS)}
         return known | {"pictures": len(self.pictures), "seed": self.seed}
 
-    def pairs(self, split: str, calls: int = 1) -> np.ndarray:
-        samples = self.splits[split]
-        return np.stack((samples, np.zeros_like(samples)), axis=1)
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return torch.from_numpy(self.pictures), torch.from_numpy(self.tokens)
 
-    def resident(self, device: torch.device) -> tuple[Tensor, ...]:
-        return torch.from_numpy(self.pictures).to(device), torch.from_numpy(self.tokens).to(device)
-
-    def read(self, microbatch: Microbatch, calls: int = 1, resident: tuple[Tensor, ...] | None = None) -> Pictures:
-        pictures, tokens = resident or (torch.from_numpy(self.pictures), torch.from_numpy(self.tokens))
-        chosen = torch.from_numpy(microbatch.pairs[:, 0]).to(pictures.device, non_blocking=True)
-        draws = torch.from_numpy(microbatch.draws).float().to(pictures.device, non_blocking=True)
-        return Pictures(self.name, pictures[chosen], tokens[chosen], draws, microbatch.seed, microbatch.turn)
+    def batch(self, tables: tuple[Tensor, ...], samples: Tensor, microbatch: Microbatch) -> Pictures:
+        chosen = (table[samples] for table in tables)
+        draws = torch.from_numpy(microbatch.draws).float().to(samples.device, non_blocking=True)
+        return Pictures(self.name, *chosen, draws, microbatch.seed, microbatch.turn)
 
 
 def logit_normal(draws_B: Tensor) -> Tensor:
@@ -94,7 +84,7 @@ def logit_normal(draws_B: Tensor) -> Tensor:
     return shifted(torch.sigmoid(torch.special.ndtri(draws_B)))
 
 
-class FlowObjective(Objective):
+class FlowObjective(PlainObjective):
     """Rectified flow: the squared error of the velocity on the straight line between a picture and noise."""
 
     TERMS = ("flow",)
@@ -104,9 +94,6 @@ class FlowObjective(Objective):
         super().__init__(model, config)
         self.caption_dropout = caption_dropout
         self.register_buffer("no_caption", torch.tensor(data.encode(data.NO_CAPTION)), persistent=False)
-
-    def weights(self, step: int, microbatch: int) -> dict[str, float]:
-        return {"flow": 1.0}
 
     def terms(self, batch: Pictures, weights: dict[str, float]) -> dict[str, Tensor]:
         # Times and dropped captions belong to the pairs: steps that share pairs out differently see the same ones.
@@ -118,9 +105,6 @@ class FlowObjective(Objective):
         """Mean over a microbatch; `drawn` is standard normal, like the pictures (B, C, H, W)."""
         return flow_errors(self.model, name, pictures, tokens, time_B, drawn).mean()
 
-    def idle(self, batch: Pictures) -> Tensor:
-        return self.terms(batch, {"flow": 1.0})["flow"]
-
 
 def flow_errors(model: MMDiT, name: str, pictures: Tensor, tokens: Tensor, time_B: Tensor, drawn: Tensor) -> Tensor:
     """Squared error of the velocity, mean over each picture, (B,) float32."""
@@ -129,25 +113,17 @@ def flow_errors(model: MMDiT, name: str, pictures: Tensor, tokens: Tensor, time_
     return (velocity.float() - (drawn - x)).square().mean(dim=(1, 2, 3))
 
 
-class TextToPicture(Workload):
+class TextToPicture(Example):
     """Drawn scenes and their captions, one dataset for each size of picture, judged by what samples show."""
 
-    unit = "pictures"
-    metric = "attribute error"
+    unit, metric = "pictures", "attribute error"
+    settings_class, sizes_class, spec_class = Settings, Shape, BucketSpec
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.settings = self.section(Settings, "data.workload_settings")
-        self.shape = self.section(Shape, "model.settings")
-        if problems := list(self._problems()):
-            raise ConfigError(problems, "the workload")
-
-    def _problems(self) -> Iterator[Problem]:
-        width, heads, patch, least = self.shape.width, self.shape.num_heads, self.shape.patch, len(data.NUMBERS)
+    def problems(self) -> Iterator[Problem]:
+        width, heads, patch, least = self.sizes.width, self.sizes.num_heads, self.sizes.patch, len(data.NUMBERS)
         if width % (4 * heads):
-            yield Problem(
-                "model.settings.width", f"{width} is not shared by {heads} heads", "choose a multiple of both"
-            )
+            why = f"{width} is not shared by {heads} heads"
+            yield Problem("model.settings.width", why, "choose a multiple of both")
         for name, size in self.settings.buckets.items():
             path, said = f"data.workload_settings.buckets.{name}", f"{name} of {size[0]} x {size[1]} pixels"
             if math.prod(side // data.CELL for side in size) < least:
@@ -156,10 +132,9 @@ class TextToPicture(Workload):
                 yield Problem(path, f"{said} is not made of patches of {patch}", f"choose multiples of {patch}")
 
     def open(self, root: Path, log: Callable[[str], None]) -> dict[str, Bucket]:
-        found, count, split = {}, self.settings.pictures, self.config.data.split
-        validation, test = (max(1, round(count * share)) for share in (split.validation_fraction, split.test_fraction))
-        parts = np.split(np.arange(count), [count - validation - test, count - test])
-        splits = dict(zip(("train", "validation", "test"), parts))
+        found, count = {}, self.settings.pictures
+        validation, test = (max(1, round(count * share)) for share in self.held_out)
+        splits = dict(zip(SPLITS, np.split(np.arange(count), [count - validation - test, count - test])))
         for name, size in self.settings.buckets.items():
             pictures, tokens = data.generate(self.settings.pictures, size, self.settings.seed)
             some = pictures[thinned(splits["train"], 1000)] / 255
@@ -175,45 +150,30 @@ class TextToPicture(Workload):
             found[name] = Outline(spec, self.settings.pictures * (CHANNELS * size[0] * size[1] + 8 * data.LENGTH))
         return found
 
-    def spec_from(self, values: dict) -> BucketSpec:
-        return BucketSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-
     def objective(self, datasets: Mapping, stage: str, before) -> FlowObjective:
         specs = {name: dataset.spec for name, dataset in datasets.items()}
-        return FlowObjective(MMDiT(specs, self.shape), self.config.training, self.settings.caption_dropout)
+        return FlowObjective(MMDiT(specs, self.sizes), self.config.training, self.settings.caption_dropout)
 
     def zeros(self, name: str, spec: BucketSpec, size: int, device=None, calls: int = 1) -> Pictures:
         pictures = torch.zeros(size, CHANNELS, *spec.size, dtype=torch.uint8, device=device)
         tokens = torch.zeros(size, data.LENGTH, dtype=torch.int64, device=device)
         return Pictures(name, pictures, tokens, torch.zeros(size, 2, device=device), seed=0)
 
-    @torch.no_grad()
-    def evaluate(self, model, datasets, split, ranks, alive, fraction=1.0, examples=None, final=False):
-        was_training, results, arrays = model.training, {}, {}
-        model.eval()
-        for name, bucket in datasets.items():
-            samples = bucket.splits[split]
-            samples = thinned(samples, max(1, round(fraction * len(samples))))
-            own, found = samples[ranks.rank :: ranks.world_size], []
-            for start in range(0, len(own), self.config.evaluation.samples_per_call):
-                alive()
-                rows = own[start : start + self.config.evaluation.samples_per_call]
-                pictures = self.draw(model, name, torch.from_numpy(bucket.tokens[rows]), rows, ranks.device)
-                losses = self._losses(model, bucket, rows, ranks.device)
-                found += zip(rows.tolist(), pictures.numpy(), losses.T.tolist())
-            judged = [self._judged(bucket, *one) for one in found]
-            merged = [one for rank in parallel.all_gather_objects(ranks, judged) for one in rank]
-            results[name] = summary(sorted(merged, key=lambda one: one["sample"]))
-            kept = found[: self.config.evaluation.num_examples]
-            arrays[f"{name}/pictures"] = np.array([picture for _, picture, _ in kept], np.float32)
-            arrays[f"{name}/tokens"] = bucket.tokens[[row for row, _, _ in kept]]
-        model.train(was_training)
-        if examples is not None and ranks.rank == 0:
-            unfinished = examples.with_name(f".{examples.name}")
-            with open(unfinished, "wb") as file:  # by name, savez would add an ending of its own
-                np.savez_compressed(file, **arrays)
-            os.replace(unfinished, examples)
-        return results
+    def measure(self, model: MMDiT, bucket: Bucket, samples: np.ndarray, ranks, alive, final: bool):
+        """Of each sample what its picture shows of the caption, and what the true one of the next caption would."""
+        shown = []
+
+        def ask(rows: np.ndarray) -> Iterator[tuple]:
+            drawn = self.draw(model, bucket.name, torch.from_numpy(bucket.tokens[rows]), rows, ranks.device).numpy()
+            shown.extend(drawn)
+            for row, picture, losses in zip(rows, drawn, self._losses(model, bucket, rows, ranks.device).T.tolist()):
+                caption, other = data.decode(bucket.tokens[row]), bucket.pictures[(row + 1) % len(bucket.pictures)]
+                yield judge.verdict(caption, picture), judge.verdict(caption, other / 255), losses
+
+        found = shared_out(ask, samples, self.config.evaluation.samples_per_call, ranks, alive)
+        kept = np.array(shown[: self.config.evaluation.num_examples], np.float32)
+        arrays = {f"{bucket.name}/pictures": kept, f"{bucket.name}/tokens": bucket.tokens[samples[: len(kept)]]}
+        return summary(samples, *zip(*found)), arrays
 
     def draw(self, model: MMDiT, name: str, tokens: Tensor, samples, device="cpu", seed: int = 0) -> Tensor:
         """Pictures of captions, as the settings say, (B, C, H, W) in [0, 1] on the CPU; the same for a sample's number.
@@ -234,14 +194,11 @@ class TextToPicture(Workload):
             found.append(flow_errors(model, bucket.name, pictures, tokens, times, drawn).cpu())
         return torch.stack(found)
 
-    def _judged(self, bucket: Bucket, row: int, picture: np.ndarray, losses: list[float]) -> dict:
-        """What one sample shows of its caption, and what the true picture of the next caption would."""
-        caption, other = data.decode(bucket.tokens[row]), (row + 1) % len(bucket.pictures)
-        blind = judge.verdict(caption, bucket.pictures[other] / 255)
-        return {"sample": row, "losses": losses, "right": judge.verdict(caption, picture), "blind": blind}
-
     def figures(self, drawn) -> dict[str, Callable[[], Figure]]:
-        return figures.of(drawn)
+        found = {"accuracy": figures.accuracy} if latest(drawn.events, "eval") else {}
+        if drawn.results:
+            found |= {"samples": figures.samples, "loss_by_time": figures.loss_by_time}
+        return {name: partial(draw, drawn) for name, draw in found.items()}
 
 
 def middle_times() -> Tensor:
@@ -249,22 +206,27 @@ def middle_times() -> Tensor:
     return logit_normal((torch.arange(NUM_TIMES) + 0.5) / NUM_TIMES)
 
 
-def summary(judged: list[dict]) -> dict:
-    """Scores of a bucket: shares of the attributes, and of whole captions, that samples show."""
-    errors, blind = ([1 - float(np.mean(list(one[kind].values()))) for one in judged] for kind in ("right", "blind"))
+def summary(samples: np.ndarray, right: tuple[dict, ...], blind: tuple[dict, ...], losses: tuple[list, ...]) -> dict:
+    """Scores of a bucket: shares of the attributes, and of whole captions, that samples show.
+
+    Args:
+        right, blind: verdicts on what was drawn, and on pictures of other captions.
+        losses: at each of the `middle_times`.
+    """
+    errors, others = ([1 - float(np.mean(list(one.values()))) for one in verdicts] for verdicts in (right, blind))
     by_attribute = {
-        name: float(np.mean([one["right"][name] for one in judged if name in one["right"]] or [np.nan]))
+        name: float(np.mean([verdict[name] for verdict in right if name in verdict] or [np.nan]))
         for name in judge.ATTRIBUTES
     }
-    losses = np.mean([one["losses"] for one in judged], axis=0)
+    by_time = np.mean(losses, axis=0)
     return {
-        "num_samples": len(judged),
+        "num_samples": len(samples),
         "error": float(np.mean(errors)),
         "baseline": "another caption's picture",
-        "baseline_error": float(np.mean(blind)),
+        "baseline_error": float(np.mean(others)),
         **by_attribute,
         "whole caption": float(np.mean([error == 0 for error in errors])),
-        "flow": float(losses.mean()),
-        "flow_by_time": {"time": middle_times().tolist(), "flow": losses.tolist()},
-        "per_sample": {"samples": [one["sample"] for one in judged], "error": errors},
+        "flow": float(by_time.mean()),
+        "flow_by_time": {"time": middle_times().tolist(), "flow": by_time.tolist()},
+        "per_sample": {"samples": samples.tolist(), "error": errors},
     }

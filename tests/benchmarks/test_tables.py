@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import readme
+import tables
 
 from upsnb import hardware, overlays
 from upsnb.compare import ladder, scaling, verdict
 from upsnb.compare import turns as shared
 from upsnb.compare.turns import Block, Turns
+from upsnb.config import OPERATOR
 from upsnb.errors import RunError
 from upsnb.hardware import Hardware
 from upsnb.phases import EXTRAS, PHASES
@@ -83,7 +85,7 @@ def scaling_report(profile, monkeypatch, tmp_path):
     """What 05_scaling writes on a laptop, which can only rehearse: one row measured, one left out."""
     monkeypatch.setattr(Turns, "start", Waiting)
     monkeypatch.setattr(shared, "interleave", turns)
-    monkeypatch.setattr(profiling, "take", lambda run: None)
+    monkeypatch.setattr(profiling, "take", lambda run: {"stage": OPERATOR})
     records = profiling.read(profile.folder, 1)
     monkeypatch.setattr(profiling, "read", lambda folder, num_ranks: num_ranks * records)
     monkeypatch.setattr(hardware, "detect", lambda: LAPTOP)
@@ -111,7 +113,7 @@ def test_families_where_another_model_is_better_are_counted_as_such():
         },
     }  # fmt: skip
     origin = {"hardware": LAPTOP.as_dict(), "versions": {"torch": "2"}, "date": "2026-01-01"}
-    text = readme.eleven({"families": families, **origin})
+    text = tables.eleven({"families": families, **origin})
     assert text.startswith("300 s for each training, one seed") and "in 1 of 2 families" in text
     found = rows(text)
     assert "2.50" in found["darcy2d"] and "0.67" in found["burgers1d"] and "9 / 3" in found["darcy2d"]
@@ -217,7 +219,7 @@ def test_each_example_is_told_in_its_own_unit_and_error():
     measured = {"hardware": machine, "versions": {"torch": "2.13.0"}, "date": "2026-11-24"}
     found = {"trained": trained, "compared": compared, "collecting_ms": 61.0, **measured}
     report = {"examples": {"long_context": found}}
-    row = readme.workloads(report).splitlines()[-1]
+    row = tables.workloads(report).splitlines()[-1]
     for text in (
         "perplexity",
         "12",
@@ -232,7 +234,7 @@ def test_each_example_is_told_in_its_own_unit_and_error():
         assert text in row, (text, row)
     trained["cores"] = 1
     report["examples"]["long_context"].pop("compared")
-    row = readme.workloads(report).splitlines()[-1]
+    row = tables.workloads(report).splitlines()[-1]
     assert "| 1 |" in row and "not measured" in row and "2.50" not in row
 
 
@@ -248,7 +250,7 @@ def test_a_search_is_told_beside_the_file_written_by_hand():
     machine = {"device": "cpu", "num_cores": 2, "device_name": "a laptop", "num_devices": 1}
     report = {"params": ["slow", "by_hand"], "minutes": 26.2, "compared": compared, "hardware": machine}
     report |= {"recommended": {**chosen, "accuracy": sets}, "versions": {"torch": "2.13.0"}, "date": "2026-11-25"}
-    text = readme.search(report)
+    text = tables.search(report)
     for said in (
         "26 minutes from `slow`",
         "| compile | 1.30",

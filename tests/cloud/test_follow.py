@@ -62,6 +62,15 @@ def test_what_is_left_of_a_budget_is_all_that_a_new_machine_may_cost(cloud, kept
     assert launches.destroy(name) == "it had no machine" and not (kept / name / KEPT).exists()
 
 
+def test_a_launch_that_fails_costs_a_run_nothing_of_what_it_may_still_be_followed_by(cloud, kept, wanted):
+    before = read_json(kept / record(kept, wanted, spent=3.75) / KEPT, 1)
+    cloud.trouble["PUT /asks/N"] = [400]
+    (planned,) = launches.plan(wanted, 5.0)
+    with pytest.raises(RunError, match="trouble 400"):
+        launches.start_rented(planned, NOTEBOOK, {}, overlays.load(SMOKE), kept / "away", say=lambda line: None)
+    assert read_json(kept / "away" / KEPT, 1) == before and not cloud.instances
+
+
 def test_trouble_of_a_moment_ends_nothing_and_an_ended_run_ends_its_machine(cloud, kept, wanted, near, monkeypatch):
     cloud.rent(101, {})
     monkeypatch.setattr(Host, "pull", lambda self, name, folder: 0)

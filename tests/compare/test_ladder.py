@@ -8,7 +8,7 @@ import yaml
 from made_runs import START
 
 from upsnb import hardware, overlays
-from upsnb.compare import ladder, ladder_figures
+from upsnb.compare import ladder, ladder_figures, search
 from upsnb.compare.turns import Turns
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, RunFailed
@@ -292,8 +292,8 @@ def test_one_training_that_fails_costs_no_other_row_and_each_is_written_at_once(
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(ladder.Turns, "start", lambda *_: waiting.append(Waiting()) or waiting[-1])
-    monkeypatch.setattr(ladder.handle, "start", lambda *_: Failing())
-    monkeypatch.setattr(ladder, "last_score", lambda run: 0.1)
+    monkeypatch.setattr(search.handle, "start", lambda *_: Failing())
+    monkeypatch.setattr(search, "last_score", lambda run: 0.1)
     row = {"ratio": ratio, "memory_gib": 1.0, "reference_memory_gib": 1.0}
     monkeypatch.setattr(ladder, "measure_beside", lambda *_: dict(row))
     with pytest.raises(KeyboardInterrupt):

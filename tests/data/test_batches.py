@@ -230,7 +230,7 @@ def test_workers_read_exactly_what_is_resident(opened, num_workers):
         workers = num_workers if residency == "workers" else 0
         config, datasets = opened(**settings, **{"data.residency": residency, "training.num_workers": workers})
         loader = Loader(datasets, config, 0, 1, "cpu")
-        assert loader.residency == residency and (loader.reader is None) == (residency == "workers")
+        assert loader.residency == residency and (loader.reader.fields is None) == (residency == "workers")
         found[residency] = list(loader.epoch(0, loader.schedule.num_microbatches - 6))
     assert len(found["device"]) == 6
     for first, second in zip(found["device"], found["workers"]):

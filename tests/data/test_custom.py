@@ -157,7 +157,7 @@ def waves(folder):
     """A vector and a parameter in one dimension, in NumPy's format."""
     np.savez(folder / "waves.npz", uv=np.moveaxis(own_fields(20, 8, (32,)), 2, -1), nu=np.arange(20.0))
     arrays = {"uv": {"axes": ["sample", "time", "x", "channel"], "channels": ["u", "v"]}}
-    known = {"symmetries": ["shift", "sign"], "priors": ["conservation"], "units": {"u": "m/s"}}
+    known = {"title": "waves", "symmetries": ["shift", "sign"], "priors": ["conservation"], "units": {"u": "m/s"}}
     row = {
         "arrays": arrays,
         "periodic": [True],
@@ -226,6 +226,7 @@ def test_own_arrays_train_are_reported_on_and_load_again(own_config, train_here,
     assert spec.parameter_names == tuple(row["parameters"]) and spec.periodic == tuple(row["periodic"])
     dataset = datasets.open_dataset("own", config, tmp_path)
     assert data_report.samples(dataset).axes and data_report.spectra({"own": dataset}).axes
+    assert list(results.data_table({"own": dataset})["equation"]) == [row.get("title") or "own data"]
     assert predict.predict(config, tmp_path).nbytes > dataset.num_bytes
 
 

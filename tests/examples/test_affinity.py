@@ -11,7 +11,7 @@ from scipy.stats import rankdata
 
 from examples.affinity import data, scores, workload
 from examples.affinity.data import CHARGE, HYDROPHOBICITY, NONE, RESIDUES, Made, Rule
-from examples.affinity.model import PAD, AffinityModel, Encoder, read_weights, tokens
+from examples.affinity.model import PAD, AffinityModel, Encoder, Sizes, read_weights, tokens
 from examples.affinity.workload import Affinity, ensemble, info_nce, predict
 from upsnb import hardware, overlays
 from upsnb.errors import ConfigError, DataError
@@ -266,7 +266,7 @@ def test_weights_of_another_size_are_refused_by_name(encoder, tmp_path, sizes):
 @pytest.fixture
 def model(perturb) -> AffinityModel:
     spec = workload.Spec("binding", 20, 6.0, 1.5)
-    return perturb(AffinityModel({"binding": spec}, width=16, head_width=16, head_layers=2)).eval()
+    return perturb(AffinityModel({"binding": spec}, Sizes(width=16, head_width=16, head_layers=2))).eval()
 
 
 def test_what_stands_beside_a_chain_or_behind_its_end_changes_nothing(model, arrays):
@@ -416,11 +416,14 @@ def test_the_baseline_knows_composition_and_nothing_that_it_was_not_shown():
 def test_ranks_that_share_an_evaluation_find_what_one_finds(setup, monkeypatch):
     made, judge = setup(), Affinity
     whole = judge(made.config).evaluate(made.model, made.datasets, "test", Ranks(), lambda: None)
-    own = []
+    own = {0: [], 1: []}
     for rank in (0, 1):
-        monkeypatch.setattr(parallel, "all_gather_objects", lambda ranks, value: own.append(value) or [value, value])
+        monkeypatch.setattr(
+            parallel, "all_gather_objects", lambda ranks, value: own[ranks.rank].append(value) or [value, value]
+        )
         judge(made.config).evaluate(made.model, made.datasets, "test", Ranks(rank, 2), lambda: None)
-    monkeypatch.setattr(parallel, "all_gather_objects", lambda ranks, value: own)
+    gathered = map(list, zip(*own.values()))
+    monkeypatch.setattr(parallel, "all_gather_objects", lambda ranks, value: next(gathered))
     shared = judge(made.config).evaluate(made.model, made.datasets, "test", Ranks(1, 2), lambda: None)
     for key, value in whole["binding"].items():
         if key == "per_sample":
@@ -464,7 +467,7 @@ def frozen_setup(setup, tmp_path):
 
 def pays(monkeypatch, **costs) -> None:
     """As if a row had cost so much."""
-    known = {"compute_s": 1.0, "read_s": 0.001, "nbytes": 1000, "rows": 120, **costs}
+    known = {"compute_s": 1.0, "read_s": 0.001, "nbytes": 1000, **costs}
     monkeypatch.setattr(frozen, "tried", lambda *arguments: Costs(**known))
 
 
@@ -550,7 +553,7 @@ def test_freezing_random_weights_or_naming_none_that_are_there_is_refused(setup,
         setup(**{"data.workload_settings.noise": -0.1})
     with pytest.raises(ConfigError, match="num_clusters: 2 clusters leave none for validation"):
         setup(**{"data.workload_settings.num_clusters": 2})
-    with pytest.raises(ConfigError, match="model.settings: .*depth.* -> see AffinityModel"):
+    with pytest.raises(ConfigError, match="model.settings.depth: Extra inputs .* the settings are width, num_layers"):
         setup(**{"model.settings.depth": 3})
 
 

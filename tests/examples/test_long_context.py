@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from examples.long_context import data
 from examples.long_context.data import PIECE, TOKENIZERS, Settings, TokenSpec, documents, haystack, packed, prepare
 from examples.long_context.model import IGNORED, next_tokens
-from examples.long_context.workload import _by_context
+from examples.long_context.workload import by_context
 from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError, DataError
 from upsnb.memory import measure
@@ -60,12 +60,11 @@ def chunk(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("text", ["The owl of Alin.", "  Größe\n\tÜ\u4f60\U0001f989 x_1", "", next(documents(3))])
-def test_any_text_comes_back_from_its_tokens(kind, text, tmp_path):
+def test_any_text_comes_back_from_its_tokens(kind, text):
     if kind == "bpe":
         pytest.importorskip("tokenizers")
     made = TOKENIZERS[kind].learned(iter([next(documents(0))]), 400)
-    made.save(tmp_path / "tokenizer.json")
-    loaded = TOKENIZERS[kind].load(tmp_path / "tokenizer.json")
+    loaded = TOKENIZERS[kind].loaded(made.saved())
     tokens = made.encode(text)
     assert loaded.encode(text) == tokens and loaded.decode(tokens) == text
     assert all(0 <= token < 400 and token != made.end for token in tokens)
@@ -87,11 +86,11 @@ def test_no_document_of_a_text_is_in_two_splits(tmp_path):
     text = data.DOCUMENT_END.join(f"{number} " * 40 for number in range(300, 420))
     (tmp_path / "text.txt").write_text(text)
     settings = Settings(context=32, vocabulary=400, files=("*.txt",))
-    folder = prepare(settings, (0.2, 0.2), tmp_path, tmp_path / "data", lambda message: None)
-    tokenizer, seen = TOKENIZERS["words"].load(folder / "tokenizer.json"), {}
-    for split in ("train", "validation", "test"):
-        tokens = np.fromfile(folder / f"{split}.bin", np.uint16).reshape(-1, 2, 33)[:, 0]
-        seen[split] = set(tokens.ravel().tolist()) & {tokenizer.numbers.get(f" {n}", -1) for n in range(300, 420)}
+    place = prepare(settings, (0.2, 0.2), tmp_path, tmp_path / "data", lambda message: None)
+    corpus, seen = data.opened(TokenSpec("text", 32, 400), place), {}
+    numbers = {corpus.tokenizer.numbers.get(f" {n}", -1) for n in range(300, 420)}
+    for split, samples in corpus.splits.items():
+        seen[split] = set(corpus.chunks(samples)[0].ravel().tolist()) & numbers
         assert len(seen[split]) > 5
     assert not (seen["train"] & seen["test"] or seen["train"] & seen["validation"] or seen["validation"] & seen["test"])
 
@@ -104,7 +103,7 @@ def test_files_that_are_not_there_and_settings_that_nobody_knows_are_refused(con
     ):
         with pytest.raises(DataError, match=said):
             prepare(Settings(context=64, files=files), (0.1, 0.1), tmp_path, tmp_path / "data", lambda message: None)
-    assert not list(tmp_path.glob("data/*")), "nothing unfinished is left"
+    assert not list((tmp_path / "data").iterdir()), "nothing unfinished is left"
     with pytest.raises(ConfigError, match="contxt: Extra inputs are not permitted -> the settings are context"):
         predict(config(**{"data.workload_settings.contxt": 3}))
     with pytest.raises(
@@ -126,11 +125,11 @@ def test_a_text_that_comes_twice_or_grows_keeps_its_documents_in_their_splits(tm
     (tmp_path / "a.txt").write_text(data.DOCUMENT_END.join(about))
     settings = Settings(context=32, vocabulary=400, files=("a.txt", "*.txt", str(tmp_path / "a.txt")))
     assert data.text_files(settings, tmp_path) == [tmp_path / "a.txt"]
-    folder = prepare(settings, split, tmp_path, tmp_path / "data", lambda message: None)
-    first = data.opened(TokenSpec("text", 32, 400), folder)
+    place = prepare(settings, split, tmp_path, tmp_path / "data", lambda message: None)
+    first = data.opened(TokenSpec("text", 32, 400), place)
     (tmp_path / "a.txt").touch()
     again = prepare(settings, split, tmp_path, tmp_path / "data", lambda message: None)
-    assert again != folder and data.opened(TokenSpec("text", 32, 400), again).about == first.about
+    assert again != place and data.opened(TokenSpec("text", 32, 400), again).about == first.about
     (tmp_path / "a.txt").write_text(data.DOCUMENT_END.join(["more", *about]))
     more = prepare(settings, split, tmp_path, tmp_path / "data", lambda message: None)
     assert data.opened(TokenSpec("text", 32, 400), more).about != first.about
@@ -201,10 +200,10 @@ def test_a_chunk_is_evaluated_document_by_document_as_it_is_as_a_whole(setup):
     (corpus,) = made.datasets.values()
     sample = next(n for n in range(40) if corpus.chunks(np.array([n]))[1].max() > 0)
     model = made.model.eval()
-    tokens, owner, targets = next_tokens(*map(torch.from_numpy, corpus.chunks(np.array([sample]))))
+    tokens, owner, targets = next_tokens(*corpus.chunks(np.array([sample])))
     with torch.no_grad():
         whole = float(model.head(model.hidden(tokens, owner), targets, mean=False).sum())
-        losses, counts, _ = _by_context(model, corpus, sample, corpus.unigram(), "cpu")
+        losses, counts, _ = by_context(model, corpus, sample, corpus.unigram(), "cpu")
     assert losses.sum() == pytest.approx(whole, rel=1e-5) and counts.sum() == (targets != IGNORED).sum()
 
 

@@ -9,8 +9,7 @@ import torch
 
 from examples.mmdit import data, judge
 from examples.mmdit import figures as example_figures
-from examples.mmdit import sampler as sampling
-from examples.mmdit.model import Block, BucketSpec, MMDiT, Shape
+from examples.mmdit.model import SHIFT, Block, BucketSpec, MMDiT, Shape, sample, shifted
 from examples.mmdit.workload import SIZES, FlowObjective, TextToPicture, logit_normal, middle_times
 from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError
@@ -118,7 +117,7 @@ def test_captions_are_true_balanced_and_the_same_for_a_seed():
     assert all(data.encode(caption) == ids.tolist() for caption, ids in zip(captions, tokens))
     related = [caption for caption in captions if caption.split()[-2] in data.COLOURS and len(caption.split()) > 5]
     assert 0.4 < len(related) / 300 < 0.6
-    for words in (data.COLOURS, data.SHAPES, data.RELATIONS):
+    for words in (data.COLOURS, data.SHAPES, ("left of", "right of", "above", "below")):
         assert min(sum(word in caption for caption in captions) for word in words) > 300 / len(words) / 8
 
 
@@ -207,7 +206,7 @@ def test_the_loss_is_zero_for_the_true_velocity_alone():
 def test_times_have_normal_logits_on_the_side_of_noise():
     times = logit_normal(torch.rand(20_000, generator=torch.Generator().manual_seed(0)))
     logits = torch.logit(times)
-    assert abs(logits.mean() - math.log(sampling.SHIFT)) < 0.03 and abs(logits.std() - 1) < 0.03
+    assert abs(logits.mean() - math.log(SHIFT)) < 0.03 and abs(logits.std() - 1) < 0.03
     assert logit_normal(torch.zeros(1)).item() == 0 and torch.equal(middle_times(), middle_times().sort().values)
 
 
@@ -220,7 +219,7 @@ def test_a_share_of_captions_is_left_out_and_it_is_the_pairs_own(setup):
     objective.terms(batch, {"flow": 1.0})
     (tokens, time), none = seen[0], torch.tensor(data.encode(data.NO_CAPTION))
     assert [torch.equal(ids, none) for ids in tokens] == [True, True, False, False]
-    middle = sampling.shifted(torch.tensor(0.5))
+    middle = shifted(torch.tensor(0.5))
     assert torch.equal(tokens[2:], batch.tokens[2:]) and time[1] == time[2] == middle and time[0] < middle < time[3]
 
 
@@ -251,7 +250,7 @@ def test_samplers_reach_the_picture_and_guidance_goes_beyond_it():
     tokens = torch.cat((tokens, torch.zeros(2, data.LENGTH - 2, dtype=torch.long)), dim=1)
     for method in ("euler", "heun"):
         for guidance, expected in ((1.0, (0.6, 0.3)), (2.0, (0.7, 0.1)), (0.0, (0.5, 0.5))):
-            drawn = sampling.sample(Straight(pictures, unknown), "square", tokens, z, 5, guidance, method)
+            drawn = sample(Straight(pictures, unknown), "square", tokens, z, 5, guidance, method)
             for picture, value in zip(drawn, expected):
                 torch.testing.assert_close(picture, torch.full_like(picture, value), rtol=1e-3, atol=1e-3)
 
@@ -260,7 +259,7 @@ def test_heun_is_of_second_order_and_euler_of_first():
     model, z = Straight({}, None, curved=0.9), torch.full((1, 3, 2, 2), 0.5)
     tokens = torch.zeros(1, data.LENGTH, dtype=torch.long)
     errors = {
-        (method, steps): abs(sampling.sample(model, "x", tokens, z, steps, 1.0, method).mean().item() - (0.5 - 0.3))
+        (method, steps): abs(sample(model, "x", tokens, z, steps, 1.0, method).mean().item() - (0.5 - 0.3))
         for method in ("euler", "heun")
         for steps in (16, 32)
     }
@@ -424,8 +423,8 @@ def test_params_file_describes_a_model_that_can_be_built(path):
     workload = workload_of(config)
     assert isinstance(workload, TextToPicture)
     for size in workload.settings.buckets.values():
-        assert all(side % workload.shape.patch == 0 and side >= 2 * data.CELL for side in size)
-    assert workload.shape.width % workload.shape.num_heads == 0
+        assert all(side % workload.sizes.patch == 0 and side >= 2 * data.CELL for side in size)
+    assert workload.sizes.width % workload.sizes.num_heads == 0
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from upsnb.runs import handle, runfolder
 from upsnb.runs.ranks import allocator_environment
 from upsnb.training import checkpoint, evaluation, parallel
 from upsnb.training.compiling import CompileCounter
-from upsnb.training.losses import active_terms
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.worker import telemetry
@@ -145,7 +144,7 @@ def test_a_compiled_microbatch_launches_less_than_half_of_the_kernels(cuda_setup
     setup, counts = cuda_setup(**INVERSE), []
     for on in (False, True):
         setup.update(overlays.apply(setup.config, {"training.compile": on}))
-        (batch, *_), weights = setup.loader.peek(), active_terms(setup.config.training, 0, 0)
+        (batch, *_), weights = setup.loader.peek(), setup.objective.weights(0, 0)
         setup.loss(batch, weights, torch.bfloat16)[0].backward()  # traces, and settles the allocator
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:

@@ -11,15 +11,13 @@ import torch
 from figure_checks import check
 
 from upsnb import hardware, overlays
-from upsnb.data.datasets import outlines
+from upsnb.data.datasets import open_all, outlines
 from upsnb.errors import ConfigError
 from upsnb.memory import figures, measure, plan
 from upsnb.memory.ledger import FOREVER, KINDS, Account, Ledger
 from upsnb.memory.predict import CUDA_GRANULARITY, Predictor, Rehearsal, predict
 from upsnb.models import chosen, surrogate
 from upsnb.runs import runfolder
-from upsnb.training.parallel import Ranks
-from upsnb.training.setup import open_datasets
 
 WITHIN = 0.03  # of the measurement; the promise is 10 %
 PHASES = {
@@ -94,7 +92,7 @@ def test_a_model_that_no_machine_could_hold_is_not_even_imagined(tiny_config):
 
 def test_outline_has_the_shapes_of_the_dataset_it_stands_for(tiny_config):
     config = tiny_config(**{"data.datasets.advection.reduced_resolution": 2})
-    opened = open_datasets(config, runfolder.project_root(), Ranks(), lambda message: None)
+    opened = open_all(config, runfolder.project_root(), lambda message: None)
     for name, outline in outlines(config, runfolder.project_root()).items():
         real, values = opened[name], {"mean", "std", "dt", "low", "high"}
         assert outline.num_bytes == real.num_bytes

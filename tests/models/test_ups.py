@@ -137,8 +137,7 @@ def test_blocks_share_their_compiled_code(drop_path, graphs):
 def test_normalisation_goes_there_and_back(make_spec, make_model):
     spec = make_spec()
     model, x = make_model([spec]), some_fields(make_spec())
-    for side in ("input", "output"):
-        torch.testing.assert_close(model.denormalise(spec.name, model.normalise(spec.name, x, side), side), x)
+    torch.testing.assert_close(model.denormalise(spec.name, model.normalise(spec.name, x, "output")), x)
 
 
 # -- rollout -----------------------------------------------------------------------------------------------------------

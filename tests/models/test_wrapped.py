@@ -326,7 +326,7 @@ def test_memory_and_operations_of_a_step_are_known_without_one(tiny_config, netw
     setup = predicted._rehearsal.setup
     assert predicted.parameters_by_optimizer() == (0, count_parameters(setup.model))
     assert parameters_by_part(setup.model)["operator"] == 0
-    assert all(count > 0 for count in flops.flops_per_microbatch(config, predicted._rehearsal.outlines).values())
+    assert all(count > 0 for count in flops.per_microbatch(config, predicted._rehearsal.outlines).values())
 
 
 def test_complex_products_and_transforms_are_counted():

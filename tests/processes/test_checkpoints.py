@@ -100,7 +100,7 @@ def on_ranks(num_ranks, config, folder, *arguments):
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks
                 )
-                result = go_on(config, folder, Ranks(rank, num_ranks, rank), *arguments)
+                result = go_on(config, folder, Ranks(rank, num_ranks), *arguments)
                 (folder / f"result{rank}.json").write_text(json.dumps(result))
                 dist.barrier()
                 code = 0

@@ -188,11 +188,11 @@ def test_attention_is_counted_wherever_a_model_calls_it_as_if_it_were_written_ou
 
 def test_operations_grow_with_the_batch_and_not_with_how_a_step_is_carried_out(tiny_setup):
     setup = tiny_setup(**INVERSE, **SHALLOW)
-    base = flops.flops_per_microbatch(setup.config, setup.datasets)
+    base = flops.per_microbatch(setup.config, setup.datasets)
     larger = []
     for size in (12, 16):
         other = tiny_setup(**INVERSE, **SHALLOW, **{"training.batch_size": size})
-        larger.append(flops.flops_per_microbatch(other.config, other.datasets))
+        larger.append(flops.per_microbatch(other.config, other.datasets))
     for name, count in base.items():  # on a line that begins a little above zero: the decoder's basis is made once
         assert larger[1][name] - larger[0][name] == larger[0][name] - count
         assert 1.9 < larger[1][name] / count <= 2
@@ -201,14 +201,14 @@ def test_operations_grow_with_the_batch_and_not_with_how_a_step_is_carried_out(t
         **SHALLOW,
         **{"operator.pdet.use_activation_checkpoint": True, "operator.pdet.attention": "math", "training.amp": False},
     )
-    assert flops.flops_per_microbatch(other.config, other.datasets) == base
+    assert flops.per_microbatch(other.config, other.datasets) == base
 
 
 def test_a_turn_of_the_losses_is_counted_at_its_mean(tiny_setup):
     counts = {}
     for frequency in (1, 2, 4):
         setup = tiny_setup(("advection",), **INVERSE, **{"training.inverse_loss_frequency": frequency})
-        counts[frequency] = flops.flops_per_microbatch(setup.config, setup.datasets)["advection"]
+        counts[frequency] = flops.per_microbatch(setup.config, setup.datasets)["advection"]
     without = 2 * counts[2] - counts[1]
     assert counts[4] == pytest.approx(without + (counts[1] - without) / 4)
     assert without < counts[1]
@@ -218,10 +218,10 @@ def test_operations_and_peak_of_a_profile_are_in_the_same_unit(profiled, tiny_se
     with Work(clock):
         _, record = profiled(**SHALLOW)
     setup = tiny_setup(("advection",), **SHALLOW)
-    assert record["flops_per_step"] == flops.flops_per_microbatch(setup.config, setup.datasets)["advection"]
+    assert record["flops_per_step"] == flops.per_microbatch(setup.config, setup.datasets)["advection"]
     floor, peak = report.floor([record], record["matrix_peak"]["tflops"]), record["matrix_peak"]
     assert floor["bandwidth_gb_per_s"] * 1e9 == pytest.approx(2 * 4 * flops.COPIED / 1e-3, rel=0.01)
-    moved = flops.bytes_per_microbatch(setup.config, setup.datasets)["advection"]
+    moved = flops.per_microbatch(setup.config, setup.datasets, nbytes=True)["advection"]
     state = 2 * record["state_gib"] + record["gradients_gib"]
     assert floor["nbytes"] == pytest.approx(moved + state * 2**30) and state > 0
     assert floor["ms"] == pytest.approx(1e3 * record["flops_per_step"] / (peak["tflops"] * 1e12) + floor["bytes_ms"])
@@ -355,6 +355,16 @@ def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):
     unrolled = overlays.apply(sharded, {"stages.finetune.epochs": 1, "stages.finetune.unroll": 5})
     assert report.bytes_per_step(parameters, unrolled, 4, "finetune") == 0.75 * (5 * 3 * 2 * 4 * 1200 + 4 * 1400)
     assert report.bytes_per_step(parameters, unrolled, 4) == report.bytes_per_step(parameters, sharded, 4)
+
+
+def test_what_a_second_rank_would_send_is_of_the_stage_that_was_profiled(tiny_config):
+    ranks = [{"parameters": {"operator": 10**9, "codecs": {"advection": 0}}}]
+    sharded = tiny_config(**{"training.num_gpus": 4, "training.use_fsdp2": True})
+    config = overlays.apply(sharded, {"stages.finetune.epochs": 1, "stages.finetune.unroll": 5})
+    told = {**made(), "step_ms": 100.0, "device": "cuda"}
+    once, unrolled = (report._more_ranks(told, ranks, config, stage)["answer"] for stage in ("operator", "finetune"))
+    sent = report.bytes_per_step(ranks[0]["parameters"], config, 2, "finetune")
+    assert f"would send {sent / 1e6:.3g} MB" in unrolled and once != unrolled
 
 
 def test_the_kept_profile_can_be_drawn_again_on_one_rank_and_on_two():

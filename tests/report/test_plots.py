@@ -11,8 +11,10 @@ from figure_checks import bare_axes, drawn, outside, stray_swatches
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from upsnb.data.families import FAMILIES
 from upsnb.report import plots, style
 
+WAVES, DARCY = FAMILIES["advection1d"], FAMILIES["darcy2d"]
 RANDOM = np.random.default_rng(0)
 X, TIMES = (np.arange(24) + 0.5) / 24, np.linspace(0, 2, 7)
 TRUTH = np.sin(2 * np.pi * (X - 0.4 * TIMES[:, None]))
@@ -34,20 +36,18 @@ def with_nan(values):
 
 
 CASES = {
-    "1d": lambda: plots.prediction_truth_error_1d(X, TRUTH, 0.9 * TRUTH, TIMES, title="one"),
-    "1d constant": lambda: plots.prediction_truth_error_1d(X, 0 * TRUTH, 0 * TRUTH, TIMES),
-    "1d gaps": lambda: plots.prediction_truth_error_1d(X, TRUTH, with_nan(TRUTH), TIMES),
-    "1d nothing finite": lambda: plots.prediction_truth_error_1d(X, TRUTH, np.nan * TRUTH, TIMES),
-    "1d diverged": lambda: plots.prediction_truth_error_1d(X, TRUTH, 1e30 * TRUTH, TIMES),
-    "1d one frame": lambda: plots.prediction_truth_error_1d(X, TRUTH[:1], TRUTH[:1], TIMES[:1]),
-    "1d one point": lambda: plots.prediction_truth_error_1d(X[:1], TRUTH[:, :1], TRUTH[:, :1], TIMES),
-    "1d float32": lambda: plots.prediction_truth_error_1d(*(a.astype("f4") for a in (X, TRUTH, TRUTH, TIMES))),
-    "2d": lambda: plots.prediction_truth_error_2d([sample(), sample(label="worst")], title="two"),
-    "2d one sample": lambda: plots.prediction_truth_error_2d([sample()]),
-    "2d without input": lambda: plots.prediction_truth_error_2d([sample(inputs=None)]),
-    "2d some inputs": lambda: plots.prediction_truth_error_2d([sample(), sample(inputs=None)]),
-    "2d constant": lambda: plots.prediction_truth_error_2d([sample(0 * FIELD, 0 * FIELD, 0 * FIELD + 1)]),
-    "2d gaps": lambda: plots.prediction_truth_error_2d([sample(with_nan(FIELD), nrmse=float("nan"))]),
+    "1d": lambda: plots.prediction_truth_error_1d(WAVES, X, TRUTH, 0.9 * TRUTH, TIMES, title="one"),
+    "1d constant": lambda: plots.prediction_truth_error_1d(WAVES, X, 0 * TRUTH, 0 * TRUTH, TIMES),
+    "1d gaps": lambda: plots.prediction_truth_error_1d(WAVES, X, TRUTH, with_nan(TRUTH), TIMES),
+    "1d nothing finite": lambda: plots.prediction_truth_error_1d(WAVES, X, TRUTH, np.nan * TRUTH, TIMES),
+    "1d diverged": lambda: plots.prediction_truth_error_1d(WAVES, X, TRUTH, 1e30 * TRUTH, TIMES),
+    "1d one frame": lambda: plots.prediction_truth_error_1d(WAVES, X, TRUTH[:1], TRUTH[:1], TIMES[:1]),
+    "1d one point": lambda: plots.prediction_truth_error_1d(WAVES, X[:1], TRUTH[:, :1], TRUTH[:, :1], TIMES),
+    "1d float32": lambda: plots.prediction_truth_error_1d(WAVES, *(a.astype("f4") for a in (X, TRUTH, TRUTH, TIMES))),
+    "2d": lambda: plots.prediction_truth_error_2d(DARCY, [sample(), sample(label="worst")], title="two"),
+    "2d one sample": lambda: plots.prediction_truth_error_2d(DARCY, [sample()]),
+    "2d constant": lambda: plots.prediction_truth_error_2d(DARCY, [sample(0 * FIELD, 0 * FIELD, 0 * FIELD + 1)]),
+    "2d gaps": lambda: plots.prediction_truth_error_2d(DARCY, [sample(with_nan(FIELD), nrmse=float("nan"))]),
     "rollout": lambda: plots.rollout_error(
         TIMES,
         {"model": TIMES + 0.1, "persistence": TIMES + 1},
@@ -63,11 +63,11 @@ CASES = {
     "cost": lambda: plots.cost({"operator": 1.0, "crps": 19.0}, {"operator": 0.2, "crps": 0.1}, "CRPS [-]", title="up"),
     "cost gaps": lambda: plots.cost({"operator": 1.0, "crps": 19.0}, {"operator": np.nan, "crps": 0.1}, "CRPS [-]"),
     "members 1d": lambda: plots.members_1d(
-        X, TIMES, TRUTH, TRUTH + RANDOM.normal(0, 0.1, (9, *TRUTH.shape)), title="x"
+        WAVES, X, TIMES, TRUTH, TRUTH + RANDOM.normal(0, 0.1, (9, *TRUTH.shape)), title="x"
     ),
-    "members 1d equal": lambda: plots.members_1d(X, TIMES, TRUTH, np.stack([TRUTH, TRUTH])),
-    "members 1d gaps": lambda: plots.members_1d(X, TIMES, TRUTH, np.stack([TRUTH, with_nan(TRUTH)])),
-    "members 2d": lambda: plots.members_2d(FIELD, FIELD + RANDOM.normal(0, 0.1, (9, *FIELD.shape)), title="two"),
+    "members 1d equal": lambda: plots.members_1d(WAVES, X, TIMES, TRUTH, np.stack([TRUTH, TRUTH])),
+    "members 1d gaps": lambda: plots.members_1d(WAVES, X, TIMES, TRUTH, np.stack([TRUTH, with_nan(TRUTH)])),
+    "members 2d": lambda: plots.members_2d(DARCY, FIELD, FIELD + RANDOM.normal(0, 0.1, (9, *FIELD.shape)), title="two"),
     "rollout one sample": lambda: plots.rollout_error(TIMES, {"model": TIMES}, quartiles={"model": [TIMES, TIMES]}),
     "rollout one frame": lambda: plots.rollout_error([1.0], {"model": [0.1]}, given_until=0.5),
     "rollout gaps": lambda: plots.rollout_error(
@@ -80,6 +80,7 @@ CASES = {
     "loss": lambda: plots.loss_terms(
         STEPS,
         {("waves", "total"): 1 / (1 + STEPS), ("waves", "inverse"): GAPPED, ("darcy", "total"): 0.1 + 0 * STEPS},
+        {},
         title="Training loss, from the first tenth of the steps to the last: waves 0.5 to 0.02, darcy 0.1 to 0.1",
     ),
     "loss one step": lambda: plots.loss_terms([0], {("all", "total"): [1.0]}, validation={"burgers": ([0], [0.5])}),
@@ -88,7 +89,7 @@ CASES = {
         {("darcy", "total"): GAPPED},
         validation={"darcy": ([0, 20, 40], [0.9, 0.8, np.nan]), "waves": ([0, 20, 40], [0.83, 0.82, 0.81])},
     ),
-    "loss flat": lambda: plots.loss_terms(STEPS, {("darcy", "total"): 0.0203 + 1e-6 * STEPS}),
+    "loss flat": lambda: plots.loss_terms(STEPS, {("darcy", "total"): 0.0203 + 1e-6 * STEPS}, {}),
     "throughput": lambda: plots.throughput(
         STEPS, 50 + STEPS % 3, STEPS > 9, NAMES, [(10, 20, 50.5), (20, 30, 51.5)], 51.0, (50.5, 51.5)
     ),
@@ -161,17 +162,17 @@ def test_every_curve_has_a_name(case):
 
 
 def test_truth_and_prediction_share_the_colours_of_the_truth():
-    figure = plots.prediction_truth_error_1d(X, TRUTH, 5 * TRUTH, TIMES)
+    figure = plots.prediction_truth_error_1d(WAVES, X, TRUTH, 5 * TRUTH, TIMES)
     truth, prediction, error = (ax.images[0] for ax in figure.axes[:3])
     assert truth.get_clim() == prediction.get_clim() == (TRUTH.min(), TRUTH.max())
     assert error.get_clim() == (-4 * abs(TRUTH).max(), 4 * abs(TRUTH).max())
-    rows = plots.prediction_truth_error_2d([sample(), sample(truth=10 * FIELD)]).axes
+    rows = plots.prediction_truth_error_2d(DARCY, [sample(), sample(truth=10 * FIELD)]).axes
     assert rows[1].images[0].get_clim() == rows[2].images[0].get_clim()
     assert rows[5].images[0].get_clim() == rows[6].images[0].get_clim() != rows[1].images[0].get_clim()
 
 
 def test_images_put_cells_where_their_coordinates_are():
-    figure = plots.prediction_truth_error_1d(X, TRUTH, TRUTH, TIMES)
+    figure = plots.prediction_truth_error_1d(WAVES, X, TRUTH, TRUTH, TIMES)
     image = figure.axes[0].images[0]
     assert image.origin == "lower"
     assert image.get_extent() == pytest.approx([0, 1, -1 / 6, 2 + 1 / 6])
@@ -270,7 +271,7 @@ def test_a_data_set_has_the_colour_of_the_loss_figure_whichever_step_was_steady_
     names, steady = ["waves", "darcy", "waves", "darcy"], [False, True, True, True]
     figure = plots.throughput([1, 2, 3, 4], [9, 5, 9, 5], steady, names, [], np.nan, (np.nan, np.nan))
     drawn = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
-    losses = plots.loss_terms([1, 2], {(name, "relative"): [1.0, 0.5] for name in ("waves", "darcy")}).axes[0]
+    losses = plots.loss_terms([1, 2], {(name, "relative"): [1.0, 0.5] for name in ("waves", "darcy")}, {}).axes[0]
     labelled = {line.get_label(): line.get_color() for line in losses.lines}
     for name in ("waves", "darcy"):
         assert drawn[f"steps of {name}"] == labelled[f"{name}, relative"]

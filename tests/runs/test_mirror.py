@@ -126,9 +126,9 @@ def test_a_full_drive_keeps_what_it_has_and_leaves_nothing_half_written(folder, 
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
-    monkeypatch.setattr(mirror.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     followed._copy(0)
-    monkeypatch.setattr(mirror.os, "fsync", sync)
+    monkeypatch.setattr(os, "fsync", sync)
     assert {"latest", "best"} <= steps(drive).keys() and "No space left" in messages(folder)[0]
     followed.retry = 0.0
     followed.finish()

@@ -19,7 +19,6 @@ from upsnb.models.transformer import Block
 from upsnb.runs import ranks, runfolder
 from upsnb.training import compiling
 from upsnb.training.compiling import CompileCounter, keep_graphs
-from upsnb.training.losses import active_terms
 from upsnb.training.timing import StepClock
 
 DATASETS = 2
@@ -33,7 +32,7 @@ def traced_only(monkeypatch):
     """The compiler's tracing half, which makes graphs and guards, without generating kernels: seconds, not minutes."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiling, "BACKEND", "eager")
-    monkeypatch.setattr(compiling, "as_a_whole", lambda objective, training: True)  # on a CPU, too
+    monkeypatch.setattr(compiling, "as_a_whole", lambda *_: True)  # on a CPU, too
     yield
     torch._dynamo.reset()
 
@@ -110,7 +109,7 @@ def test_at_reference_width_a_microbatch_launches_a_third_of_what_it_did(tiny_se
     draws = {"training.query_sampling.num_queries": 20, "training.noise": 0.01}
     amp = {"training.amp": True, "training.amp_dtype": "bfloat16", "training.compile": True, "training.batch_size": 2}
     setup = tiny_setup(("advection",), **width, **draws, **amp, **INVERSE)
-    (batch,), weights = setup.loader.peek(), active_terms(setup.config.training, 0, 0)
+    (batch,), weights = setup.loader.peek(), setup.objective.weights(0, 0)
     for context in (contextlib.nullcontext(), profile(activities=[ProfilerActivity.CPU])):  # the first one traces
         setup.model.zero_grad()
         with context as taken:
@@ -137,7 +136,7 @@ FOURIER = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "
 def test_graphs_of_whole_steps_compute_what_eager_code_does(tiny_setup, monkeypatch, name, settings):
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     setup, found = tiny_setup((name,), **{"operator.pdet.depth": 1, **settings}), []
-    weights = active_terms(setup.config.training, 0, 0)
+    weights = setup.objective.weights(0, 0)
     for on in (False, True):
         change(setup, **{"training.compile": on})
         setup.generator.manual_seed(0)
@@ -150,7 +149,7 @@ def test_graphs_of_whole_steps_compute_what_eager_code_does(tiny_setup, monkeypa
 
 
 def test_on_a_cpu_and_under_fsdp2_parts_are_compiled_instead_each_kind_once_a_dataset(setup, monkeypatch):
-    for chosen in (AS_A_WHOLE, lambda objective, training: True, AS_A_WHOLE):
+    for chosen in (AS_A_WHOLE, lambda *_: True, AS_A_WHOLE):
         monkeypatch.setattr(compiling, "as_a_whole", chosen)
         compiling.set_compile(setup.objective, setup.config.training)
         whole = chosen is not AS_A_WHOLE
@@ -159,12 +158,10 @@ def test_on_a_cpu_and_under_fsdp2_parts_are_compiled_instead_each_kind_once_a_da
     counter = CompileCounter()
     turn(setup)
     assert counter.read().graphs == len(("block", "encoder", "decoder")) * DATASETS - 1  # of blocks of as many tokens
-    parameter = SimpleNamespace(device=torch.device("cuda"))
-    on_cuda = SimpleNamespace(parameters=lambda: iter([parameter]), GRAPHS=setup.objective.GRAPHS, model=setup.model)
     for settings, whole in (({}, True), ({"use_fsdp2": True}, False), ({"num_gpus": 2}, False)):
-        assert AS_A_WHOLE(on_cuda, TrainingConfig(compile=True, **settings)) == whole
+        assert AS_A_WHOLE(setup.objective, TrainingConfig(compile=True, **settings), "cuda") == whole
     monkeypatch.setattr(setup.model, "compiled", list)
-    assert AS_A_WHOLE(setup.objective, TrainingConfig(compile=True)), "what has no parts"
+    assert AS_A_WHOLE(setup.objective, TrainingConfig(compile=True), "cpu"), "what has no parts"
 
 
 def test_twenty_steps_of_alternating_datasets_compile_nothing_again(setup):

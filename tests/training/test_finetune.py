@@ -1,7 +1,5 @@
 """Training through several calls in a row: what a step minimises, how it grows, and what it takes."""
 
-import types
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from upsnb.data import datasets
 from upsnb.errors import ConfigError, DataError
 from upsnb.memory.predict import predict
 from upsnb.models.ups import UPS
-from upsnb.profile.flops import flops_per_microbatch
+from upsnb.profile import flops
 from upsnb.report import results
 from upsnb.runs import handle
 from upsnb.training import compiling, stages
@@ -169,8 +167,8 @@ def test_memory_and_operations_are_those_of_all_its_calls(tiny_config, data_root
     first, later = (predict(each, data_root).nbytes for each in (plain, config))
     assert later > 1.5 * first
     found = {"advection": datasets.open_dataset("advection", config, data_root)}
-    one = flops_per_microbatch(config, found)["advection"]
-    two, four = (flops_per_microbatch(config, found, NAME, progress)["advection"] for progress in (0.0, 1.0))
+    one = flops.per_microbatch(config, found)["advection"]
+    two, four = (flops.per_microbatch(config, found, NAME, progress)["advection"] for progress in (0.0, 1.0))
     assert two == pytest.approx(2 * one, rel=0.05) and four == pytest.approx(4 * one, rel=0.05)
 
 
@@ -184,15 +182,10 @@ def test_its_settings_are_those_of_every_stage_and_one_more():
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The compiler's tracing half, of what it is given on one GPU, where model and losses are one graph."""
-    as_a_whole, parameter = compiling.as_a_whole, types.SimpleNamespace(device=torch.device("cuda"))
-
-    def chosen(objective, training):
-        seen = {name: getattr(objective, name) for name in ("GRAPHS", "model", "unroll")}
-        return as_a_whole(types.SimpleNamespace(**seen, parameters=lambda: iter([parameter])), training)
-
+    as_a_whole = compiling.as_a_whole
     torch._dynamo.reset()
     monkeypatch.setattr(compiling, "BACKEND", "eager")
-    monkeypatch.setattr(compiling, "as_a_whole", chosen)
+    monkeypatch.setattr(compiling, "as_a_whole", lambda *chosen: as_a_whole(*chosen[:2], "cuda"))
     yield
     torch._dynamo.reset()
 

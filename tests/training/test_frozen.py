@@ -86,10 +86,10 @@ def test_one_that_was_cut_off_is_never_taken_for_whole(model, tmp_path):
 @pytest.mark.parametrize(
     ("costs", "seen", "free", "said"),
     [
-        (Costs(2e-3, 1e-5, 10**6, 10), 30, 10**9, ""),
-        (Costs(1e-5, 2e-3, 10**6, 10), 30, 10**9, "reading a row takes 2 ms and computing it 0.01 ms"),
-        (Costs(2e-3, 1e-5, 10**6, 10), 1, 10**9, "each row is asked for 1 times"),
-        (Costs(2e-3, 1e-5, 10**9, 10), 30, 10**9, "it takes 0.93 GiB, and the disk has 0.93 GiB left"),
+        (Costs(2e-3, 1e-5, 10**6), 30, 10**9, ""),
+        (Costs(1e-5, 2e-3, 10**6), 30, 10**9, "reading a row takes 2 ms and computing it 0.01 ms"),
+        (Costs(2e-3, 1e-5, 10**6), 1, 10**9, "each row is asked for 1 times"),
+        (Costs(2e-3, 1e-5, 10**9), 30, 10**9, "it takes 0.93 GiB, and the disk has 0.93 GiB left"),
     ],
 )
 def test_why_one_would_not_pay_is_said(costs, seen, free, said):

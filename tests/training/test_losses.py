@@ -17,7 +17,6 @@ from upsnb.training import losses, metrics
 from upsnb.training.losses import (
     FieldObjective,
     UPSObjective,
-    active_terms,
     relative_error,
     spectral_error,
     wall_points,
@@ -73,7 +72,7 @@ def make_batch(spec, batch=4, seed=5, calls=2) -> Batch:
 
 
 def terms_of(loss, batch, amp_dtype=None, step=0, microbatch=0):
-    return loss(batch, active_terms(loss.config, step, microbatch), amp_dtype)
+    return loss(batch, loss.weights(step, microbatch), amp_dtype)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
@@ -162,8 +161,9 @@ def test_a_microbatch_without_any_term_costs_nothing_and_breaks_nothing(tiny_set
 
 
 def test_a_rarer_term_weighs_more_so_that_its_mean_stays():
-    config = TrainingConfig(lambda_inv_enc=0.3, lambda_field=0.5, inverse_loss_frequency=4, loss_frequency={"field": 3})
-    weights = [active_terms(config, 0, microbatch) for microbatch in range(12)]
+    rarer = {"inverse_loss_frequency": 4, "loss_frequency": {"field": 3}}
+    objective = UPSObjective(None, TrainingConfig(lambda_inv_enc=0.3, lambda_field=0.5, **rarer))
+    weights = [objective.weights(0, microbatch) for microbatch in range(12)]
     for term, value, every in (("relative", 1.0, 1), ("inv_enc", 0.3, 4), ("field", 0.5, 3)):
         found = [weight.get(term, 0.0) for weight in weights]
         assert np.mean(found) == pytest.approx(value)
@@ -171,13 +171,13 @@ def test_a_rarer_term_weighs_more_so_that_its_mean_stays():
 
 
 def test_a_warming_term_rises_to_its_weight_and_stays():
-    config = TrainingConfig(lambda_spectral=0.8, loss_warmup_steps={"spectral": 4})
-    found = [active_terms(config, step, 0)["spectral"] for step in range(6)]
+    objective = UPSObjective(None, TrainingConfig(lambda_spectral=0.8, loss_warmup_steps={"spectral": 4}))
+    found = [objective.weights(step, 0)["spectral"] for step in range(6)]
     assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
 
 
 def test_a_weight_of_zero_computes_nothing():
-    assert active_terms(TrainingConfig(), 0, 0) == {"relative": 1.0}
+    assert UPSObjective(None, TrainingConfig()).weights(0, 0) == {"relative": 1.0}
 
 
 @pytest.mark.parametrize("frequency", (2, 4))
@@ -311,7 +311,7 @@ def test_latent_diversity_is_high_for_equal_tokens_and_low_for_different_ones(ma
 
 def test_one_token_alone_is_as_diverse_as_it_can_be(make_loss):
     z = torch.randn(4, 1, 32, requires_grad=True)
-    encoded = types.SimpleNamespace(z=z, advanced=None)
+    encoded = types.SimpleNamespace(latents=(z, None))
     loss = make_loss(latent_diversity=1.0)._latent_terms(encoded, ("latent_diversity",), None)["latent_diversity"]
     loss.backward()
     assert loss.item() == 0 and not z.grad.any()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from upsnb import hardware, overlays, phases
+from upsnb import hardware, phases
 from upsnb.compare import ladder
 from upsnb.errors import ConfigError
 from upsnb.phases import DOES_NOT_APPLY, ON_PARTS, REFUSED, WORKS
 from upsnb.runs import handle
-from upsnb.training import preflight, stages
+from upsnb.training import preflight
 
 SPECTRAL = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 4, "modes": 2, "depth": 2}}}
 SPECTRAL |= {"optimizer.name": "adamw"}
@@ -148,7 +148,7 @@ def test_what_cannot_be_trained_is_refused_before_a_run_has_a_folder(tiny_config
 )
 def test_what_is_odd_is_said_and_nothing_is_left_behind(tiny_config, network, overlay, said):
     config = tiny_config(**brought(network, **overlay))
-    objective = stages.build(config, preflight.outlines(config, overlays.project_root()))
+    objective = preflight.untrained(config)
     before, random = copy.deepcopy(objective.state_dict()), torch.get_rng_state()
     warnings = preflight.examine(objective, config).raise_errors(config)
     assert said in " ".join(warnings) and bool(warnings) == bool(said)
@@ -165,19 +165,20 @@ def test_a_parameter_without_gradient_is_refused_where_ranks_wait_for_it(tiny_co
 
 def test_grids_are_thinned_as_far_as_a_model_takes_it(tiny_config):
     config = tiny_config(**brought(Net))
-    model = stages.build(config, preflight.outlines(config, overlays.project_root())).model
+    model = preflight.untrained(config).model
     assert preflight.thinned(model, "advection") == (16,) and preflight.thinned(model, "darcy") == (16, 16)
 
 
-def test_half_precision_that_fails_is_refused_with_the_setting(tiny_config, monkeypatch):
+@pytest.mark.parametrize(("message", "said"), [("expected scalar type", "expected scalar type"), ("", "RuntimeError")])
+def test_half_precision_that_fails_is_refused_with_the_setting(tiny_config, monkeypatch, message, said):
     def fails(self, x):
         if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("expected scalar type")
+            raise RuntimeError(message)
         return Net.forward(self, x)
 
     monkeypatch.setattr(Random, "forward", fails)
     half = {"training.amp": True, "training.amp_dtype": "bfloat16"}
-    with pytest.raises(ConfigError, match="training.amp_dtype: under autocast on advection: expected scalar type -> "):
+    with pytest.raises(ConfigError, match=f"training.amp_dtype: under autocast on advection: {said} -> "):
         preflight.check(tiny_config(**brought(Random, **half)))
 
 

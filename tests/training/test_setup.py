@@ -17,7 +17,6 @@ from upsnb.errors import ConfigError, DataError
 from upsnb.models import chosen
 from upsnb.phases import BY_NAME, EXTRAS, HOT, PHASES, is_on, unmet
 from upsnb.training import compiling, optimizers, parallel
-from upsnb.training.losses import active_terms
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, cold_changes
 
@@ -59,14 +58,13 @@ def batches(setup: Setup, count: int = 2, start: int = 0) -> list:
 
 def gradients(setup: Setup, chosen: list) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of fixed batches, the setup's own precision and losses; the setup stays as it was."""
-    from upsnb.training.losses import active_terms
     from upsnb.training.precision import amp_dtype
 
     generator = setup.generator.get_state()
     setup.model.zero_grad()
     loss = 0.0
     for batch in chosen:
-        total, _ = setup.loss(batch, active_terms(setup.config.training, 0, 0), amp_dtype(setup.config))
+        total, _ = setup.loss(batch, setup.objective.weights(0, 0), amp_dtype(setup.config))
         total.backward()
         loss += total.item()
     found = {name: p.grad.clone() for name, p in setup.model.named_parameters() if p.grad is not None}
@@ -143,7 +141,6 @@ class Operations(TorchDispatchMode):
 
 def saved_bytes(setup: Setup) -> tuple[int, int]:
     """Bytes that autograd keeps for backward over two microbatches: all, and those in 16 bits."""
-    from upsnb.training.losses import active_terms
     from upsnb.training.precision import amp_dtype
 
     kept = {}
@@ -154,7 +151,7 @@ def saved_bytes(setup: Setup) -> tuple[int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         for batch in batches(setup):
-            setup.loss(batch, active_terms(setup.config.training, 0, 0), amp_dtype(setup.config))
+            setup.loss(batch, setup.objective.weights(0, 0), amp_dtype(setup.config))
     return sum(size for size, _ in kept.values()), sum(size for size, short in kept.values() if short)
 
 
@@ -422,7 +419,7 @@ def test_a_step_that_failed_after_its_first_microbatch_leaves_no_gradient_on_a_s
         setups = [Setup.build(config, Path(), ranks, lambda message: None) for _ in range(2)]
         batches = setups[0].loader.peek()
         with parallel.synchronising(setups[0].loss, on=False):
-            setups[0].loss(batches[0], active_terms(config.training, 0, 0), None)[0].backward()
+            setups[0].loss(batches[0], setups[0].objective.weights(0, 0), None)[0].backward()
         setups[0].discard_step()
         norms = [float(setup.step(batches, 0)[2]) for setup in setups]
         assert norms[0] == pytest.approx(norms[1], rel=1e-6)

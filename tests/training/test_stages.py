@@ -78,13 +78,12 @@ def load_model_of_first_stage(folder):
     index = checkpoint_index.read_index(folder)
     name = index["previous"]
     path, files = folder / "checkpoints" / name, tuple(index["checkpoints"][name]["files"])
-    prefix = "setup/ema/average/"
 
-    def room(name, shape, dtype):
-        return torch.empty(shape, dtype=dtype) if name.startswith(prefix) else None
+    def room(path, shape, dtype):
+        return torch.empty(shape, dtype=dtype) if path[:3] == ("setup", "ema", "average") else None
 
     found = checkpoint_shards.read(path, files, room, None, alone=True)
-    return {name.removeprefix(prefix): value for name, value in found.items()}
+    return {name.removeprefix("setup/ema/average/"): value for name, value in found.items()}
 
 
 class Killed(Exception):

@@ -138,6 +138,12 @@ def test_a_redraw_is_whole_html_of_at_most_35_kilobytes(tmp_path, axis, terms):
     assert "nan" not in text and "inf" not in text and text.count("<svg") == 8
 
 
+def test_every_loss_term_is_a_curve_however_many_there_are(tmp_path):
+    names = [f"term {number:02}" for number in range(15)]
+    followed = history(tmp_path, *(step_event(k, losses=dict.fromkeys(names, 1.0)) for k in range(1, 11)))
+    assert [curve.name for curve in charts.strips(followed, terms=True)[1].curves] == names
+
+
 def test_validation_errors_and_the_learning_rate_are_curves(tmp_path):
     evaluated = {**make_event("eval", 50, time_s=25.0, val_nrmse={"waves": 0.5, "a&b": None}), "time": 1050.0}
     steps = [step_event(k, learning_rate=1e-3 * k) for k in range(1, 101)]

@@ -243,7 +243,7 @@ def test_back_to_baseline_drops_every_change(folder):
     assert "off, requested; now on since step 21" in shown._cards["activation_checkpointing"].value
 
 
-@pytest.mark.parametrize("name", requests.PRESETS[1:])
+@pytest.mark.parametrize("name", [requests.BASELINE, *requests.FILES])
 @pytest.mark.parametrize("hardware", ["cpu", "cpu without bfloat16", "cuda"])
 def test_every_preset_that_the_machine_can_run_can_be_asked_of_a_run(folder, name, hardware):
     has_bf16 = hardware != "cpu without bfloat16"
@@ -471,7 +471,7 @@ def test_an_old_kernel_that_is_busy_handles_clicks_and_keeps_the_cells():
     kernel.session = session
     for kind in ("execute_request", "comm_msg", "kernel_info_request"):
         session.send(theirs, kind, {"for": kind})
-    assert busy_kernel.serve_clicks(kernel) == 1
+    busy_kernel.serve_clicks(kernel)
     assert handled == ["busy", {"for": "comm_msg"}, "idle"] and later == ["execute_request", "kernel_info_request"]
     assert parents[-1] == "the running cell"
     theirs.close(0), ours.close(0), context.term()

@@ -79,7 +79,7 @@ def test_memory_before_a_flip_is_without_what_the_flip_takes(tiny_setup, tmp_pat
     events = runfolder.EventWriter(folder)
     asked = Flips(setup.config, setup, Ranks(), events, folder, Launch())
     monkeypatch.setattr(flips, "peak_memory_gib", lambda device: peak[-1])
-    monkeypatch.setattr(asked, "try_compiling", lambda: peak.append(2.0) or "")
+    monkeypatch.setattr(asked.setup, "try_compile", lambda: peak.append(2.0))
     for step in range(80):
         if step == 40:
             asked.apply(1, {"optimizer.lr": 1e-3}, step)
@@ -303,7 +303,7 @@ def test_a_flip_that_compiles_for_long_takes_nothing_from_the_time_limit(
     tiny_config, tmp_path, train_here, clock, monkeypatch, in_a_pause
 ):
     monkeypatch.setattr("upsnb.worker.requests.time.sleep", clock.advance)
-    monkeypatch.setattr(Flips, "try_compiling", lambda self: clock.advance(511.0) or "")
+    monkeypatch.setattr(Setup, "try_compile", lambda self: clock.advance(511.0))
     requests = [(None, "pause")] * in_a_pause + [({"training.noise": 0.01}, None)]
     beats = []
 

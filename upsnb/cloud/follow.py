@@ -35,8 +35,6 @@ def follow(name: str, every_s: float, say: vast.Say) -> bool:
         RunError: it cannot go on: its budget is spent, machine after machine failed, or it was on no rented one.
     """
     last, failures, trained = "", 0, False
-    if "given" not in (known := launches.find(name)[1]) and known["provider"] == "vast":
-        raise RunError(f"{name}: an earlier version rented for it, and kept no settings to go on with -> cloud pull")
     while True:
         folder, record = launches.find(name)
         try:
@@ -75,11 +73,8 @@ def _turn(folder: Path, record: dict, trained: bool) -> str:
     name, rented = folder.name, record["instance"]
     if rented is not None:
         found = vast.instance(rented)
-        if found is None or (trained and found.get("actual_status") in TAKEN):
-            launches.let_go(folder, record)
-            return GONE
-        if found.get("actual_status") in TAKEN:
-            if record["host"] is None or not _came(name):
+        if found is None or found.get("actual_status") in TAKEN:
+            if found is None or trained or record["host"] is None or not _came(name):
                 launches.let_go(folder, record)
                 return GONE
             record = launches.find(name)[1]  # it may have another port now
@@ -116,8 +111,7 @@ def _go_on(folder: Path, record: dict, say: vast.Say) -> str:
     (planned,) = launches.plan(record["needs"], round(left, 4), interruptible=record["interruptible"])
     where = "begins anew"
     if checkpoint_index.is_there(folder):
-        kept = checkpoint_index.read_index(folder)
-        where = f"goes on from step {kept['checkpoints'][kept['latest']]['step']}"
+        where = f"goes on from step {checkpoint_index.step_of(checkpoint_index.read_index(folder), 'latest')}"
     say(f"{folder.name}: {where}, with ${left:.2f} of ${record['budget']:g}")
     try:
         launches.rent(folder, planned, record, say)

@@ -22,6 +22,7 @@ from upsnb.cloud.there import SUMS
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.checkpoint_index import INDEX
+from upsnb.runs.files import replacing, sha256_of
 
 CODE = ("upsnb", "notebooks", "params", "examples", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 GIVEN, EXIT_CODE, OUTPUT, PROCESS, LIFE = "given.yaml", "exit_code", "output.txt", "process", "life"
@@ -187,7 +188,7 @@ class Host:
 
     def _receive(self, script: str, wanted: list[str], folder: Path) -> dict[str, str]:
         """Write files of a tar that is sent; their SHA-256 by name."""
-        asked, came, part = set(wanted), {}, folder / f".{KEPT}.part"
+        asked, came = set(wanted), {}
         process = subprocess.Popen(self.command(script), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             with contextlib.suppress(BrokenPipeError):  # what came, or did not, says why
@@ -201,11 +202,11 @@ class Host:
                         break
                     if member.name not in asked or content is None:
                         raise RunError(f"{self.address}: sent {member.name!r}, which nobody asked for")
-                    came[member.name] = _write(part, content)
                     path = folder / member.name
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    os.utime(part, (member.mtime, member.mtime))  # a run is alive whose files are young
-                    os.replace(part, path)
+                    with replacing(path) as file:
+                        came[member.name] = sha256_of(content, file.write)
+                    os.utime(path, (member.mtime, member.mtime))  # a run is alive whose files are young
                 else:
                     raise RunError(f"{self.address}: the connection broke -> pull again, what has come is kept")
         except (tarfile.TarError, EOFError) as error:
@@ -215,7 +216,6 @@ class Host:
             process.kill()
             process.wait()
             process.stdout.close()
-            part.unlink(missing_ok=True)
         if broken := [name for name in came if came[name] != sent.get(name)]:
             for name in broken:
                 (folder / name).unlink()
@@ -263,16 +263,4 @@ def _differs(path: Path, seen: dict) -> bool:
     if not path.is_file() or path.stat().st_size != seen["bytes"]:
         return True
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() != seen["sha256"]
-
-
-def _write(path: Path, content) -> str:
-    """Write a stream to a file; its SHA-256."""
-    total = hashlib.sha256()
-    with open(path, "wb") as file:
-        while block := content.read(1 << 20):
-            total.update(block)
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return total.hexdigest()
+        return sha256_of(file) != seen["sha256"]

@@ -119,9 +119,10 @@ def plan(
 
 def _planned(chosen: dict, wanted: dict, budget: float) -> dict:
     limit_s = budget / chosen["price_per_hour"] * 3600
-    training_h = limit_s / 3600 - vast.START_H - vast.GRACE_S / 3600
+    around_h = vast.START_H + vast.GRACE_S / 3600  # paid for before and after training
+    training_h = limit_s / 3600 - around_h
     if training_h < SHORTEST_H:
-        least = chosen["price_per_hour"] * (vast.START_H + vast.GRACE_S / 3600 + SHORTEST_H)
+        least = chosen["price_per_hour"] * (around_h + SHORTEST_H)
         raise Spent(f"${budget:g}: is spent before anything trains -> ${least:.2f} at least, or a cheaper offer")
     left = round(chosen["price_per_hour"] * training_h, 4)
     return {"offer": chosen, "needs": wanted, "budget": budget, "training_dollars": left, "limit_s": limit_s}
@@ -140,9 +141,8 @@ def survey(
     except RunError as error:
         trouble = str(error)
     asked = {"budget": budget, "max_price": max_price, "interruptible": interruptible}
-    return finish(
-        {"format": FORMAT, "kind": KIND, **asked, "needs": wanted, "offers": rows, "trouble": trouble}, folder
-    )
+    found = {"needs": wanted, "offers": rows, "trouble": trouble}
+    return finish({"format": FORMAT, "kind": KIND, **asked, **found}, folder)
 
 
 def needed(wanted: dict) -> str:
@@ -152,9 +152,9 @@ def needed(wanted: dict) -> str:
     return f"needs {wanted['num_gpus']} GPU with {memory}, {rest}"
 
 
-def offered(rows: list[dict], count: int = SHOWN) -> pd.DataFrame:
+def offered(rows: list[dict]) -> pd.DataFrame:
     """The first offers as a table; columns that nothing is known of are left out."""
-    table = pd.DataFrame(rows[:count], columns=list(COLUMNS)).rename(columns=COLUMNS)
+    table = pd.DataFrame(rows[:SHOWN], columns=list(COLUMNS)).rename(columns=COLUMNS)
     return table.set_index("offer").dropna(axis=1, how="all")
 
 
@@ -208,12 +208,15 @@ def start_rented(
             "vastai: the account has no SSH key -> .vastai/bin/vastai create ssh-key, and it gets in with it"
         )
     folder = _folder(config, resumed)
+    before = _known(folder)
     with _nothing_left(folder):
         try:
             rent(folder, planned, {"provider": "vast", "budget": planned["budget"], "spent": 0.0, **asked}, say)
         except BaseException:
             if not held(folder):
                 _forget(folder)
+                if before is not None:  # it may still be followed, for what was left of its budget
+                    write_json(folder / KEPT, before)
             raise
     return folder
 
@@ -232,19 +235,19 @@ def rent(folder: Path, planned: dict, record: dict, say: vast.Say) -> None:
         script = Path(work) / "onstart.sh"
         script.write_text(vast.onstart(planned["limit_s"]))
         arguments = vast.create_command(planned["offer"], planned["needs"], label, script, record["image"])
-        number = vast.create(arguments, label)
+        number = record["instance"] = vast.create(arguments, label)
         say(f"rented: instance {number}, {planned['offer']['gpus']}, ${price:.3f} an hour")
         try:
-            _keep(folder, None, record | {"instance": number})
+            _keep(folder, None, record)
             host = vast.wait(number, folder / KNOWN, say)
-            _keep(folder, host, record | {"instance": number})
+            _keep(folder, host, record)
             say("code goes there, then its packages; a few minutes")
             earlier_h = runfolder.costs(folder)["held_s"] / 3600 if checkpoint_index.is_there(folder) else 0.0
             left = planned["training_dollars"] + price * earlier_h  # a run's time all counts at one price
             _begin(host, folder, record, (f"cost.price_per_hour={price}", f"cost.budget={left:.4f}"))
         except BaseException:
             say(f"destroying instance {number}")
-            let_go(folder, record | {"instance": number})
+            let_go(folder, record)
             raise
 
 
@@ -257,10 +260,13 @@ def let_go(folder: Path, record: dict) -> None:
 
 def held(folder: Path) -> bool:
     """Whether a run has a machine elsewhere."""
-    if not (folder / KEPT).exists():
-        return False
-    record = read_json(folder / KEPT, FORMAT, _Record)
-    return record["instance"] is not None or record["host"] is not None
+    record = _known(folder)
+    return record is not None and (record["instance"] is not None or record["host"] is not None)
+
+
+def _known(folder: Path) -> dict | None:
+    """The record of a run that was started elsewhere; None of any other."""
+    return read_json(folder / KEPT, FORMAT, _Record) if (folder / KEPT).exists() else None
 
 
 def _folder(config: RunConfig, resumed: Path | None) -> Path:
@@ -305,6 +311,8 @@ def _asked(notebook: Path, given: dict, config: RunConfig) -> dict:
     Raises:
         RunError: the notebook, its preset or the file of its workload is in no folder that is sent.
     """
+    from upsnb.models import chosen
+
     root, notebook, wanted = overlays.project_root().resolve(), notebook.resolve(), [notebook]
     if given.get("preset"):
         wanted.append(overlays.preset_path(given["preset"]).resolve())
@@ -314,15 +322,9 @@ def _asked(notebook: Path, given: dict, config: RunConfig) -> dict:
         if not any(path.is_relative_to(root / part) for part in CODE):
             sent = ", ".join(f"{part}/" for part in CODE if (root / part).is_dir())
             raise RunError(f"{path}: would be missing there, because only {sent} are sent -> move it into one of them")
-    return {"notebook": notebook.relative_to(root).as_posix(), "given": _given(given, config)}
-
-
-def _given(given: dict, config: RunConfig) -> dict:
-    """Parameters of a notebook with the code of a model of the user's own, whose file may lie anywhere here."""
-    from upsnb.models import chosen
-
-    source = chosen.with_source(config).model.source
-    return {**given, "model": {**given.get("model", {}), "source": source}} if source else given
+    if source := chosen.with_source(config).model.source:  # of a model of the user's own, whose file is not sent
+        given = {**given, "model": {**given.get("model", {}), "source": source}}
+    return {"notebook": notebook.relative_to(root).as_posix(), "given": given}
 
 
 def _begin(host: Host, folder: Path, asked: dict, more: Iterable[str] = ()) -> None:
@@ -365,10 +367,11 @@ def find(name: str) -> tuple[Path, dict]:
         RunError: there is none of this name.
     """
     folder = _outputs() / Path(name).name
-    if not (folder / KEPT).exists():
-        known = ", ".join(folder.name for folder in started()) or "none"
-        raise RunError(f"{name}: was not started elsewhere -> those that were: {known}")
-    return folder, read_json(folder / KEPT, FORMAT, _Record)
+    record = _known(folder)
+    if record is None:
+        others = ", ".join(folder.name for folder in started()) or "none"
+        raise RunError(f"{name}: was not started elsewhere -> those that were: {others}")
+    return folder, record
 
 
 def started() -> list[Path]:
@@ -433,8 +436,8 @@ def pull(name: str) -> tuple[Path, int]:
                 again = vast.wait(record["instance"], folder / KNOWN, print)
             except RunError as error:
                 raise RunError(f"{error}; its disk is kept until it is destroyed") from None
-            record |= {"host": vars(again)}
-            write_json(folder / KEPT, record)  # it may have another port now
+            _keep(folder, again, record)  # it may have another port now
+            return folder, again.pull(folder.name, folder)
     return folder, host(record).pull(folder.name, folder)
 
 

@@ -42,15 +42,14 @@ def listed(folder):
     return found
 
 
-class Counted:
-    """A file whose reader is given so many bytes, and whose checksum is that of what was given."""
+class Hashed:
+    """A file whose checksum is that of what was read of it so far."""
 
-    def __init__(self, file, size):
-        self.file, self.left, self.total = file, size, hashlib.sha256()
+    def __init__(self, file):
+        self.file, self.total = file, hashlib.sha256()
 
     def read(self, size):
-        block = self.file.read(min(size, self.left))
-        self.left -= len(block)
+        block = self.file.read(size)
         self.total.update(block)
         return block
 
@@ -68,9 +67,9 @@ def send(folder, names, stream):
                 seen = os.fstat(file.fileno())
                 member = tarfile.TarInfo(name)
                 member.size, member.mtime = seen.st_size, seen.st_mtime
-                counted = Counted(file, seen.st_size)
-                tar.addfile(member, counted)
-                sums[name] = counted.total.hexdigest()
+                hashed = Hashed(file)
+                tar.addfile(member, hashed)
+                sums[name] = hashed.total.hexdigest()
         text = json.dumps(sums).encode()
         member = tarfile.TarInfo(SUMS)
         member.size = len(text)

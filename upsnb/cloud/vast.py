@@ -21,9 +21,8 @@ from upsnb.errors import ConfigError, DataError, RunError
 from upsnb.overlays import project_root
 
 COMMAND = ".vastai/bin/vastai"  # in the project, made by `make .vastai/.installed`; else the one on the PATH
-IMAGE = (
-    "python:3.12-bookworm"  # Python with its venv, and a C++ compiler for torch.compile; torch comes with the packages
-)
+# Python with its venv, and a C++ compiler for torch.compile; torch comes with the packages
+IMAGE = "python:3.12-bookworm"
 PLACE = "upsnb-runs"  # from root's home there
 ONSTART_BYTES = 4048  # Vast's limit
 WHEEL_CUDA, WHEEL_CAPABILITY = 13.0, 7.5  # of torch's wheels on PyPI, 2.11 to 2.13
@@ -80,19 +79,16 @@ def tell(*arguments: str) -> str:
     except ValueError:
         failure = {}
     if failure.get("error"):  # its exit code is 0 then
-        raise RunError(f"vastai {what}: {failure.get('status_code')}: {failure.get('msg')}{_remedy(failure)}")
+        code, remedy = failure.get("status_code"), ""
+        if code in (401, 403):
+            remedy = " -> .vastai/bin/vastai set api-key KEY, or the environment's VAST_API_KEY"
+        raise RunError(f"vastai {what}: {code}: {failure.get('msg')}{remedy}")
     if done.returncode:
         lines = said.splitlines() or done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
         if "requests.exceptions" in lines[-1]:
             raise RunError(f"vastai {what}: Vast.ai cannot be reached -> check the connection ({lines[-1][-80:]})")
         raise RunError(f"vastai {what}: {lines[-1][:300]}")
     return done.stdout.strip()
-
-
-def _remedy(failure: dict) -> str:
-    if failure.get("status_code") in (401, 403):
-        return " -> .vastai/bin/vastai set api-key KEY, or the environment's VAST_API_KEY"
-    return ""
 
 
 # -- offers ------------------------------------------------------------------------------------------------------------

@@ -48,23 +48,15 @@ def arms_from_notebook(variables: dict) -> tuple[RunConfig, RunConfig]:
     return first, overlays.from_notebook({**variables, "preset": variables["optimized"]}, PARAMETERS)
 
 
-def technique_paths() -> set[str]:
-    """Settings that phases, and the published recipe along with them, change: what two arms may differ in."""
-    paths = {path for phase in phases.BY_NAME.values() for path in (*phase.on, *phase.ladder)}
-    return paths | {*phases.COMPANIONS, "logging.name"}
+def check_arms(baseline: RunConfig, other: RunConfig) -> dict:
+    """What the arms differ in: settings that phases, and the published recipe along with them, change.
 
-
-def check_arms(baseline: RunConfig, other: RunConfig, asked: set[str] | None = None) -> dict:
-    """What the arms differ in.
-
-    Args:
-        asked: settings that may differ; empty: those of `technique_paths`.
     Raises:
         ConfigError: the arms differ in anything else, each named, or in nothing.
     """
     changes = overlays.difference(baseline, other)
-    allowed = technique_paths() if asked is None else asked | {"logging.name"}
-    stray = sorted(changes.keys() - allowed)
+    techniques = {path for phase in phases.BY_NAME.values() for path in (*phase.on, *phase.ladder)}
+    stray = sorted(changes.keys() - techniques - {*phases.COMPANIONS, "logging.name"})
     if stray:
         raise ConfigError(
             [f"{path}: differs between the arms and was not asked for -> make it equal" for path in stray]
@@ -90,7 +82,6 @@ def compare(
     folder: Path | str,
     *,
     names: tuple[str, str] = ("baseline", "optimized"),
-    asked: set[str] | None = None,
     seeds: tuple[int, ...] = (42,),
     block_s: float = 10.0,
     noise_floor: bool = True,
@@ -103,7 +94,7 @@ def compare(
     Raises:
         ConfigError: the arms differ in what was not asked for, or cannot run here.
     """
-    check_arms(baseline, other, asked)
+    check_arms(baseline, other)
     check_judged(baseline, other)
     if baseline.training.time_limit_s is not None:
         said = "ends the arms by the clock and not after equal samples -> set it to null, and stages.operator.epochs"
@@ -141,7 +132,7 @@ def compare_report(folder: Path | str, criteria: dict | None = None, price_per_h
     """The report of a comparison, from its folder alone; also written to `report.json`.
 
     Args:
-        criteria: over `comparison.CRITERIA`; a criterion of null is left out.
+        criteria: over `verdict.CRITERIA`; a criterion of null is left out.
         price_per_hour: of the machine, for the cost [$].
     """
     folder = Path(folder)

@@ -75,7 +75,6 @@ def read(folder: Path) -> dict:
     here = manifest["host"] == socket.gethostname() and IMPORTED not in run.notes["tags"]
     return {
         "folder": folder,
-        "status": status,
         "why": _why_not(status, cause, manifest, events, evaluation, known),
         "failed": status in ("failed", "died"),
         "config": config,

@@ -50,6 +50,7 @@ PARTIAL = (  # no recipes, or whose first stage says little
 ON_TOP = ("conservative", "aggressive")  # of a whole config
 SMALL = {"training.batch_size": 2, "training.accum_steps": 1, "operator.pdet.depth": 2}  # where there is no GPU
 RAN, FAILED = "ran", "failed"
+NO_STEP = dict.fromkeys(("step_ms", "first_step_s", "memory_gib"))
 SHORT = {  # notebooks that measure, cut to a minute or so
     "08_profile": {"warm_up_s": 5.0},
     "04_phases": {"rounds": 3, "block_s": 2.0, "search_minutes": 0.0},
@@ -202,22 +203,15 @@ def check(
 
 def _row(trial: Trial, folder: Path, num_steps: int, limit_s: float) -> dict:
     own = folder / "trials" / trial.name
-    row = {
-        "name": trial.name,
-        "kind": trial.kind,
-        "verdict": trial.verdict,
-        "why": trial.refused,
-        "without": trial.without,
-    }
-    row |= dict.fromkeys(("step_ms", "first_step_s", "memory_gib"))
+    row = {"name": trial.name, "kind": trial.kind, "without": trial.without, **NO_STEP}
     if trial.refused:
-        return row
+        return {**row, "verdict": trial.verdict, "why": trial.refused}
     own.mkdir(parents=True, exist_ok=True)
     configs.save(trial.config, own / runfolder.CONFIG)
     arguments = ["upsnb.compare.check", str(own), str(folder / "data"), str(num_steps)]
     if failed := _failed(arguments, own / "log.txt", limit_s, allocator_environment(trial.config)):
         return {**row, "verdict": FAILED, "why": failed}
-    return {**row, "verdict": RAN, **json.loads((own / RESULT).read_text())}
+    return {**row, "verdict": RAN, "why": "", **json.loads((own / RESULT).read_text())}
 
 
 def _failed(arguments: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> str:
@@ -248,8 +242,7 @@ def _measured(notebook: str, base: RunConfig, machine: Hardware, folder: Path, l
     given = {**SHORT[notebook], ("baseline" if notebook == "02_compare" else "preset"): str(file)}
     given |= {"02_compare": {"isolate": chosen[0]}, "04_phases": {"chosen": [*chosen]}}.get(notebook, {})
     words = [word for key, value in given.items() for word in ("-p", f"{key}={json.dumps(value)}")]
-    row = {"name": notebook, "kind": "notebook", "without": ""}
-    row |= dict.fromkeys(("step_ms", "first_step_s", "memory_gib"))
+    row = {"name": notebook, "kind": "notebook", "without": "", **NO_STEP}
     if find_spec("papermill") is None:  # on Colab, where notebooks are run by hand
         return {**row, "verdict": REFUSED, "why": "papermill is not installed -> pip install papermill"}
     command = ["upsnb", "run", f"notebooks/{notebook}.ipynb", "-o", str(own), *words]
@@ -317,15 +310,9 @@ def take_steps(folder: Path, root: Path, num_steps: int) -> None:
     config = overlays.apply(config, {"data.root": str(root)})
     setup = Setup.build(config, root, ranks)
     ended, losses = [started], []
-    batches = iter(())
+    batches = itertools.chain.from_iterable(map(setup.loader.epoch, itertools.count()))
     for step in range(num_steps):
-        chosen = []
-        while len(chosen) < config.training.accum_steps:
-            batch = next(batches, None)
-            if batch is None:
-                batches = setup.loader.epoch(step)
-            else:
-                chosen.append(batch)
+        chosen = list(itertools.islice(batches, config.training.accum_steps))
         losses.append(setup.step(chosen, step)[0].item())  # waits for the device
         ended.append(time.perf_counter())
     assert all(map(math.isfinite, losses)), f"the loss is {losses[-1]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from upsnb.report.file import factor, number
 from upsnb.report.style import BLACK, BLUE, GREEN, GREY, PALETTE, VERMILLION, empty_figure, label, legend, styled
 from upsnb.runs.events import NAMING, latest_start, naming
 from upsnb.runs.handle import Run
-from upsnb.runs.runfolder import REPORT
 from upsnb.runs.throughput import steady_windows
 
 OVER = {"step": label("optimizer step"), "seconds": label("training time", "s")}  # of an overlay
@@ -191,15 +189,13 @@ def _curves(events: list[dict], by_step: bool) -> list[tuple[np.ndarray, np.ndar
 # -- tables and figures ----------------------------------------------------------------------------------------------
 
 
-def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw a comparison from its report into `figures/`; figure name -> PNG."""
-    return style.save_all(draw(json.loads((Path(folder) / REPORT).read_text())), folder)
-
-
 def draw(report: Mapping) -> dict[str, Figure]:
     """All figures of a comparison: speed (where arms took turns), quality, outcome."""
     drawn = {"speed": speed(report)} if report["turns"] else {}
     return {**drawn, "quality": quality(report), "outcome": outcome(report)}
+
+
+write_figures = style.writer(draw)
 
 
 def required(report: Mapping) -> dict[str, float]:

@@ -14,15 +14,13 @@ from pathlib import Path
 import yaml
 
 from upsnb import hardware, overlays, phases
-from upsnb.compare.search import recommend, told
+from upsnb.compare.search import error_after, recommend, told
 from upsnb.compare.turns import ENDLESS, Turns, measure_beside, ratio_of_turns
-from upsnb.compare.verdict import last_score
 from upsnb.config import RunConfig, setting
 from upsnb.errors import ConfigError, RunError
 from upsnb.hardware import Hardware
 from upsnb.phases import PHASES
 from upsnb.report.file import factor, finish, number
-from upsnb.runs import handle
 from upsnb.runs.events import latest_start, naming
 from upsnb.training import preflight
 from upsnb.widgets.progress import rewrite
@@ -206,12 +204,8 @@ class Measurements:
             return None
         key = str(overlays.difference(RunConfig(), config))
         if key not in self.quality_of:
-            length = {"stages.operator.epochs": self.quality_epochs, "evaluation.every_epochs": self.quality_epochs}
-            config = overlays.apply(config, {**length, "training.time_limit_s": None})
-            run = handle.start(config, self.folder / "quality" / name.replace(" ", "-"))
-            with run.stopped_by_errors():
-                run.wait()
-            self.quality_of[key] = last_score(run)
+            own = self.folder / "quality" / name.replace(" ", "-")
+            self.quality_of[key] = error_after(self.quality_epochs, config, own)
         return self.quality_of[key]
 
     def close(self) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,12 +20,11 @@ from upsnb.report.style import (
     empty_figure,
     name_rows,
     note,
-    save_all,
     shared_legend,
     styled,
+    writer,
 )
 from upsnb.runs.events import naming
-from upsnb.runs.runfolder import REPORT
 
 
 @styled
@@ -123,13 +120,11 @@ def _rows(ax: Axes, rows: Sequence[Mapping], names: Sequence[str]) -> None:
 def table(report: Mapping) -> pd.DataFrame:
     """A row a phase: promised and measured each way, with memory [GiB] and the ratio of errors beside it.
 
-    Older reports have a row for each set of phases, too. The last columns are of the full set without the phase.
+    The last columns are of the full set without the phase.
     """
     known = {kind: {row["phase"]: row for row in report[kind]} for kind in TITLES}
-    sets = {row["phase"]: row for row in report.get("sets", ())}
-    known["alone"] |= sets
     rows, metric = [], naming(report)["metric"]
-    for name in (BATCH, *BY_NAME, *sets):
+    for name in (BATCH, *BY_NAME):
         measured, skipped = {kind: rows.get(name, {}) for kind, rows in known.items()}, report["skipped"].get(name)
         if not skipped and not any(measured.values()):
             continue
@@ -173,8 +168,10 @@ def tried(report: Mapping) -> pd.DataFrame:
     return pd.DataFrame([*changes, *sets], columns=columns, dtype=object).fillna("-")
 
 
-def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw a ladder, and the search where there was one, from their folder into `figures/`; figure name -> PNG."""
-    report = json.loads((Path(folder) / REPORT).read_text())
+def draw(report: Mapping) -> dict[str, Figure]:
+    """All figures: the ladder, and the search where there was one."""
     searched = {"search": climb(report)} if report["recommended"].get("tried") else {}
-    return save_all({"ladder": promise_and_measurement(report), **searched}, folder)
+    return {"ladder": promise_and_measurement(report), **searched}
+
+
+write_figures = writer(draw)

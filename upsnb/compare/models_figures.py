@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import mean
 
 import pandas as pd
@@ -18,11 +16,10 @@ from upsnb.report.style import (
     label,
     looks,
     positive,
-    save_all,
     shared_legend,
     styled,
+    writer,
 )
-from upsnb.runs.runfolder import REPORT
 
 COSTS = {  # name of a figure: quantity, unit, and the value of a row for a dataset
     "parameters": ("parameters", "-", lambda row, dataset: row["parameters"]),
@@ -116,6 +113,4 @@ def draw(report: Mapping) -> dict[str, Figure]:
     return {"over_time": over_time(report), **{f"over_{cost}": over_cost(report, cost) for cost in COSTS}}
 
 
-def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw models from their report into `figures/`; figure name -> PNG."""
-    return save_all(draw(json.loads((Path(folder) / REPORT).read_text())), folder)
+write_figures = writer(draw)

@@ -164,13 +164,13 @@ def _row(entry: Entry, one: Turns, folder: Path, block_s: float, rounds: int) ->
 
     def profiled(turns: Turns) -> dict:
         turns.run.resume()
-        profiling.take(turns.run)
+        stage = profiling.take(turns.run)["stage"]
         ranks = profiling.read(own, entry.ranks)
         parts = profiling.mean_parts(ranks)
         return {
             "samples_per_s": steady_throughput(turns.events),
             "communication_share": parts[profiling.COMMUNICATION] / sum(parts.values()),
-            "bytes_per_step": profiling.bytes_per_step(ranks[0]["parameters"], entry.config, entry.ranks),
+            "bytes_per_step": profiling.bytes_per_step(ranks[0]["parameters"], entry.config, entry.ranks, stage),
             "collectives": ranks[0]["trace"]["collectives"],
             "step_ms": sum(parts.values()),
             "profiles": [f"runs/{entry.name}/{profile_name(rank)}" for rank in range(entry.ranks)],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -22,12 +20,11 @@ from upsnb.report.style import (
     label,
     name_rows,
     note,
-    save_all,
     shared_legend,
     styled,
+    writer,
 )
 from upsnb.runs.events import naming
-from upsnb.runs.runfolder import REPORT
 
 COLOURS, DASHES = {"ddp": BLUE, "fsdp2": VERMILLION}, {"weak": "-", "strong": ":", AGAIN: "-"}
 MARKERS = {"weak": "o", "strong": "s", AGAIN: "o"}
@@ -134,6 +131,4 @@ def table(report: Mapping) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw scaling from its report into `figures/`; figure name -> PNG."""
-    return save_all({"scaling": throughput(json.loads((Path(folder) / REPORT).read_text()))}, folder)
+write_figures = writer(lambda report: {"scaling": throughput(report)})

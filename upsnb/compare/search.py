@@ -9,7 +9,6 @@ then the faster half of those that hold for longer. Equal arms of other seeds sa
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -97,6 +96,19 @@ def larger_batch(config: RunConfig, machine: Hardware) -> dict[str, dict]:
     ranks = 1 if machine.device == "cuda" else config.training.num_gpus
     fits = Predictor(overlays.apply(config, changes)).at().nbytes <= usable_bytes(machine.device_memory_gib / ranks)
     return {f"batch {size} x {changes[ACCUM]}": changes} if fits else {}
+
+
+def error_after(epochs: int, config: RunConfig, folder: Path) -> float:
+    """Validation error, mean over datasets, of a training of its own; equal epochs are equal samples.
+
+    Raises:
+        RunError: it failed, or has no validation.
+    """
+    length = {"stages.operator.epochs": epochs, "evaluation.every_epochs": epochs, "training.time_limit_s": None}
+    run = handle.start(overlays.apply(config, length), folder)
+    with run.stopped_by_errors():
+        run.wait()
+    return last_score(run)
 
 
 def is_risky(changes: Mapping, base: RunConfig) -> bool:
@@ -231,18 +243,15 @@ class Search:
     # -- accuracy -----------------------------------------------------------------------------------------------------
 
     def error(self, name: str, changes: dict, epochs: int, seed: int) -> float:
-        """Validation nRMSE after so many epochs, mean over datasets; equal epochs are equal samples."""
+        """Validation error of a set after so many epochs; infinite where its training failed."""
         key = name, epochs, seed
         if key not in self.errors:
-            length = {"stages.operator.epochs": epochs, "evaluation.every_epochs": epochs, "training.seed": seed}
-            config = overlays.apply(self.base, {**changes, **length, "training.time_limit_s": None})
+            config = overlays.apply(self.base, {**changes, "training.seed": seed})
             self.log(f"{name}: {epochs} epoch{'s' * (epochs > 1)}, seed {seed}")
             # beside the run of the measurements: what that has compiled is found again
-            run = handle.start(config, self.folder / "runs" / f"{name}-{epochs}-{seed}".replace(" ", "-"))
+            own = self.folder / "runs" / f"{name}-{epochs}-{seed}".replace(" ", "-")
             try:
-                with run.stopped_by_errors():
-                    run.wait()
-                self.errors[key] = last_score(run)
+                self.errors[key] = error_after(epochs, config, own)
             except RunFailed:
                 if name == BASELINE:
                     raise
@@ -256,7 +265,7 @@ class Search:
             if self.is_late():
                 break
             equal = [self.error(BASELINE, {}, epochs, seed) for seed in SEEDS]
-            tolerance = max(max(a / b, b / a) for a, b in itertools.combinations(equal, 2))
+            tolerance = max(equal) / min(equal)
             errors = [self.error(name, sets[name], epochs, seed) for seed in SEEDS[:num_seeds]]
             ratio = float(np.mean(errors) / np.mean(equal[:num_seeds]))
             found += [name] * bool(ratio <= tolerance)

@@ -52,12 +52,8 @@ KEYS = ("base", "settings", *PARAMETERS)  # of a sweep's file
 RANGE = ("from", "to", "log")  # of what is drawn from an interval
 SWEEP, RUNS, BEST = "sweep.json", "runs", "best.yaml"
 MOST_RUNS = 1000
-ELSEWHERE = (
-    "cost.",
-    "checkpoint.",
-    "logging.",
-)  # where a training lies and what it may cost: of no result, and of each
-# machine that shares in it another
+# Where a training lies and what it may cost: of no result, and of each machine that shares in it another.
+ELSEWHERE = ("cost.", "checkpoint.", "logging.")
 BY_CHANCE = 5  # points of a search that are drawn before there is anything to go by
 OWN = {  # settings that a sweep has for itself, and what says them instead
     "training.seed": "seeds",

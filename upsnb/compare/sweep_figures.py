@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,9 +11,8 @@ from matplotlib.figure import Figure
 
 from upsnb.compare.search import told
 from upsnb.report.file import number
-from upsnb.report.style import BLUE, VERMILLION, empty_figure, label, save_all, shared_legend, styled
+from upsnb.report.style import BLUE, VERMILLION, empty_figure, label, shared_legend, styled, writer
 from upsnb.runs.events import naming
-from upsnb.runs.runfolder import REPORT
 
 MOST_COLUMNS = 3  # of panels in one row
 MOST_TICKS = 5  # as few values of a setting are the ticks
@@ -90,6 +87,4 @@ def _slice(ax: Axes, points: list[Mapping], path: str) -> None:
     ax.set_xlabel(path)
 
 
-def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw a sweep from its report into `figures/`; figure name -> PNG."""
-    return save_all({"sweep": slices(json.loads((Path(folder) / REPORT).read_text()))}, folder)
+write_figures = writer(lambda report: {"sweep": slices(report)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +30,10 @@ CRITERIA = {  # what an optimization must keep, unless a params file says otherw
     "nrmse_ratio": 1.03,  # of each dataset: at most
     "memory_gib": 50.0,  # of each rank: at most
 }
+NEVER = ("nonfinite_steps", "out_of_memory")  # what no criteria can allow
 SIGNS = {"speedup": ">=", "loss_delta": "<", "nrmse_ratio": "<=", "memory_gib": "<"}  # measured, sign, required
-SIGNS |= {"cost_ratio": "<=", "nonfinite_steps": "=", "out_of_memory": "="}
+SIGNS |= {"cost_ratio": "<=", **dict.fromkeys(NEVER, "=")}
+HOLDS = {">=": operator.ge, "<": operator.lt, "<=": operator.le, "=": operator.eq}
 
 
 # -- one run -------------------------------------------------------------------------------------------------------
@@ -53,12 +56,9 @@ def last_score(run: Run) -> float:
     return score(evals[-1])
 
 
-def time_to_quality(events: list[dict], target: float) -> float | None:
+def time_to_quality(evals: list[dict], target: float) -> float | None:
     """Training time, compilation included, until the first validation whose nRMSE is no higher than `target` [s]."""
-    for event in events:
-        if event["kind"] == "eval" and score(event) <= target:
-            return event["time_s"]
-    return None
+    return next((event["time_s"] for event in evals if score(event) <= target), None)
 
 
 def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
@@ -112,27 +112,31 @@ def run_summary(run: Run, numbers: Mapping, price_per_hour: float) -> dict:
 # -- two arms ------------------------------------------------------------------------------------------------------
 
 
-def comparison_report(
+def compare_arms(
     runs: Mapping[str, list[Run]],
-    arms: Mapping[str, list[dict]],
     ratios: Mapping[str, dict] | None,
-    criteria: Mapping | None,
+    folder: Path | str | None,
+    criteria: Mapping | None = None,
+    price_per_hour: float = 0.0,
     turns: Sequence[Mapping] = (),
 ) -> dict:
-    """The report of a comparison, as far as it does not say where and when.
+    """The report of several runs of two arms, and of a noise floor.
 
     Args:
         runs: of the baseline, of its rival and, where there is one, of NOISE, in this order; one run a seed.
-        arms: what each run `run_summary`.
         ratios: of throughputs over the baseline's, by arm, of arms that took turns; None: they did not.
+        folder: where `report.json` is written; None: nowhere.
         criteria: over CRITERIA; a criterion of null is left out.
+        price_per_hour: of the machine, for the cost [$].
         turns: in the order of time, each with its `arm`, `samples` and `seconds`.
     Raises:
-        RunError: the runs were not judged by the same datasets and split.
+        RunError: a run did not finish, or the runs were not judged by the same datasets and split.
         ConfigError: an unknown criterion.
     """
+    arms = {name: [run_summary(run, run_numbers(run), price_per_hour) for run in those] for name, those in runs.items()}
     _check_judged_alike(runs, arms)
     first, second = (name for name in runs if name != NOISE)
+    baseline = runs[first][0]
     evals = {name: [run.events(("eval",)) for run in those] for name, those in runs.items()}
     targets = [(1 + QUALITY_TOLERANCE) * score(events[-1]) for events in evals[first]]
     times = {
@@ -147,8 +151,8 @@ def comparison_report(
         "baseline": first,
         "optimized": second,
         **naming(arms[first][0]),
-        "files": {name: list(data.files) for name, data in runs[first][0].config.data.datasets.items()},  # or generated
-        "differences": overlays.difference(runs[first][0].config, runs[second][0].config),
+        "files": {name: list(data.files) for name, data in baseline.config.data.datasets.items()},  # or generated
+        "differences": overlays.difference(baseline.config, runs[second][0].config),
         "interleaved": ratios is not None,
         "turns": list(turns),
         "aa_ratio": ratios.get(NOISE) if ratios else None,
@@ -167,7 +171,7 @@ def comparison_report(
     }
     report["criteria"] = _judge(report, {**CRITERIA, **(criteria or {})})
     report["verdict"] = "passed" if all(item["passed"] for item in report["criteria"]) else "failed"
-    return report
+    return finish(report, folder, baseline.manifest)
 
 
 def _check_judged_alike(runs: Mapping[str, list[Run]], arms: Mapping[str, list[dict]]) -> None:
@@ -248,25 +252,21 @@ def check_judged(*configs: RunConfig) -> None:
 
 def _judge(report: dict, criteria: dict) -> list[dict]:
     """Each criterion beside what was measured."""
-    optimized = report["arms"][report["optimized"]]
-    worst = float(np.max(list(report["nrmse_ratio"].values())))  # NaN if one is, which holds no criterion
-    memory = max(one["peak_memory_gib"] for one in optimized)
-    measured = {
-        "speedup": (report["speedup"]["median"], lambda value, limit: value >= limit),
-        "loss_delta": (report["loss_delta"], lambda value, limit: value < limit),
-        "nrmse_ratio": (worst, lambda value, limit: value <= limit),
-        "memory_gib": (memory, lambda value, limit: value < limit),
-        "cost_ratio": (report["cost_ratio"], lambda value, limit: value <= limit),
-    }
     check_criteria(criteria)
-    rows = [
-        {"name": name, "required": limit, "measured": value, "passed": value is not None and bool(holds(value, limit))}
-        for name, (value, holds) in measured.items()
-        if (limit := criteria.get(name)) is not None
-    ]
-    for name in ("nonfinite_steps", "out_of_memory"):
-        count = sum(one[name] for one in optimized)
-        rows.append({"name": name, "required": 0, "measured": count, "passed": count == 0})
+    optimized, limits = report["arms"][report["optimized"]], {**criteria, **dict.fromkeys(NEVER, 0)}
+    measured = {
+        "speedup": report["speedup"]["median"],
+        "loss_delta": report["loss_delta"],
+        "nrmse_ratio": float(np.max(list(report["nrmse_ratio"].values()))),  # NaN if one is, which holds no criterion
+        "memory_gib": max(one["peak_memory_gib"] for one in optimized),
+        "cost_ratio": report["cost_ratio"],
+        **{name: sum(one[name] for one in optimized) for name in NEVER},
+    }
+    rows = []
+    for name, value in measured.items():
+        if (limit := limits.get(name)) is not None:
+            holds = value is not None and bool(HOLDS[SIGNS[name]](value, limit))
+            rows.append({"name": name, "required": limit, "measured": value, "passed": holds})
     return rows
 
 
@@ -293,20 +293,6 @@ def compare(run_a: Run, run_b: Run, folder: Path | str | None = None, criteria: 
     above = os.path.commonpath((run_a.folder, run_b.folder))  # runs of two comparisons have the same names
     asked = {"speedup": None, **(criteria or {})}
     return compare_arms({str(run.folder.relative_to(above)): [run] for run in (run_a, run_b)}, None, folder, asked)
-
-
-def compare_arms(
-    runs: dict[str, list[Run]],
-    ratios: dict[str, dict] | None,
-    folder: Path | str | None,
-    criteria: dict | None = None,
-    price_per_hour: float = 0.0,
-    turns: Sequence[Mapping] = (),
-) -> dict:
-    """The report of several runs of two arms, and of a noise floor; arguments as of `comparison_report`."""
-    arms = {name: [run_summary(run, run_numbers(run), price_per_hour) for run in those] for name, those in runs.items()}
-    (baseline, *_), *_ = runs.values()
-    return finish(comparison_report(runs, arms, ratios, criteria, turns), folder, baseline.manifest)
 
 
 # -- in words ------------------------------------------------------------------------------------------------------

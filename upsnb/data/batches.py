@@ -131,25 +131,15 @@ def _apportioned(shares: np.ndarray, total: int) -> np.ndarray:
 
 
 class PairReader(torch.utils.data.Dataset):
-    """Reads microbatches from files; runs in loader processes, hands out CPU tensors only."""
+    """Microbatches by their schedule: from files in loader processes, as CPU tensors; or gathered on the device."""
 
-    def __init__(self, datasets: dict[str, Dataset], calls: int):
-        self.datasets, self.calls = datasets, calls
-
-    def __getitem__(self, microbatch: Microbatch) -> TensorBatch:
-        return self.datasets[microbatch.dataset].read(microbatch, self.calls)
-
-
-class ResidentPairs:
-    """All samples of the datasets on the device; a microbatch is one gather."""
-
-    def __init__(self, datasets: dict[str, Dataset], calls: int, device: torch.device, fields: dict | None = None):
-        """`fields`: of the same datasets, where they lie on the device already."""
-        self.datasets, self.calls = datasets, calls
-        self.fields = fields or {name: dataset.resident(device) for name, dataset in datasets.items()}
+    def __init__(self, datasets: dict[str, Dataset], calls: int, fields: dict | None = None):
+        """`fields`: of all samples on the device, by dataset; None: they are read."""
+        self.datasets, self.calls, self.fields = datasets, calls, fields
 
     def __getitem__(self, microbatch: Microbatch) -> TensorBatch:
-        return self.datasets[microbatch.dataset].read(microbatch, self.calls, self.fields[microbatch.dataset])
+        name = microbatch.dataset
+        return self.datasets[name].read(microbatch, self.calls, self.fields[name] if self.fields else None)
 
 
 def residency(datasets: dict[str, Dataset], config: RunConfig) -> str:
@@ -180,15 +170,15 @@ class Loader:
         self.calls = config.calls(stage)
         self.residency = residency(datasets, config)
         resident = self.residency == "device"
-        self.reader = None
         size = sum(dataset.num_bytes for dataset in datasets.values()) / 2**30
         room = hardware.detect().device_memory_gib if self.device.type == "cuda" else hardware.host_memory_gib()
         if resident and size > room > 0:
             found = f"all data on the device takes {size:,.1f} GiB, and {room:,.1f} GiB are there"
             raise DataError(f"data.residency: {found} -> set it to workers, or read fewer samples")
-        if resident:
-            kept = before and before.reader and before.reader.fields  # whole trajectories, whatever is made of them
-            self.reader = ResidentPairs(datasets, self.calls, self.device, kept)
+        kept = before.reader.fields if before else None  # whole trajectories, whatever is made of them
+        if resident and kept is None:
+            kept = {name: dataset.resident(self.device) for name, dataset in datasets.items()}
+        self.reader = PairReader(datasets, self.calls, kept if resident else None)
         self._pins = config.training.pin_memory and self.device.type == "cuda"
         self._coming: list[Microbatch] = []  # what the loader processes are to read next
         self._workers = None if resident else self._start_workers()
@@ -201,7 +191,7 @@ class Loader:
         """
         self.shares = self.schedule.shares(epoch, losses or {})
         microbatches = self.schedule.epoch(epoch, start, losses)
-        if self.reader is not None:
+        if self._workers is None:
             yield from map(self.reader.__getitem__, microbatches)
             return
         self._coming[:] = microbatches
@@ -209,16 +199,15 @@ class Loader:
 
     def peek(self) -> list[TensorBatch]:
         """One microbatch of each dataset, read here and now; an epoch that is under way does not notice."""
-        reader = self.reader or PairReader(self.datasets, self.calls)
         first = self.schedule.microbatches(list(self.datasets), epoch=0)
-        return [reader[microbatch].map(lambda x: x.to(self.device).contiguous()) for microbatch in first]
+        return [self.reader[microbatch].map(lambda x: x.to(self.device).contiguous()) for microbatch in first]
 
     def _start_workers(self) -> DataLoader:
         training = self.config.training
         # num_workers is the machine's, for all ranks that are on it
         num_workers = training.num_workers and max(1, training.num_workers // training.ranks_per_node)
         return DataLoader(
-            PairReader(self.datasets, self.calls),
+            self.reader,
             sampler=self._coming,
             batch_size=None,
             num_workers=num_workers,

@@ -16,9 +16,10 @@ from upsnb.data.layouts import (
     AXES,
     Family,
     Header,
+    array_sizes,
     cell_centres,
-    check_field,
     check_place,
+    each,
     even,
     is_elsewhere,
     names,
@@ -44,7 +45,7 @@ def custom_family(row: CustomConfig) -> Family:
     num_dims = len(row.periodic)
     return Family(
         name=OWN,
-        title="own data",
+        title=row.title,
         layout="custom",
         num_dims=num_dims,
         channels=channels,
@@ -154,29 +155,7 @@ def open_arrays(path: Path) -> h5py.File | NumpyFile:
 def custom_header(family: Family, path: Path, handle: h5py.File | NumpyFile) -> Header:
     """Check that every array of the row is there, and that all agree on samples, times and grid."""
     row, groups = family.custom, _samples(family, path, handle)
-    sizes: dict[str, dict[int, str]] = {"sample": {len(groups): "*"} if groups else {}, "time": {}}
-    for key, array in row.arrays.items():
-        shapes: dict[tuple[int, ...], str] = {}
-        for one in _each(key, groups):
-            found = handle.header(one) if isinstance(handle, NumpyFile) else array_of(path, handle, one)
-            check_field(path, one, found, array.axes, REMEDY)
-            shapes.setdefault(tuple(found.shape), one)
-        if len(shapes) > 1:
-            (shape, one), (other, two) = list(shapes.items())[:2]
-            raise DataError(f"{path}: {one} has shape {shape} and {two} {other} -> all samples need the same")
-        (shape,) = shapes
-        channels = math.prod(size for axis, size in zip(array.axes, shape) if axis == "channel")
-        if channels != len(array.channels):
-            raise DataError(f"{path}: {key}: {channels} channels, expected {', '.join(array.channels)} -> {REMEDY}")
-        for axis, size in zip(array.axes, shape):
-            if axis != "channel":
-                sizes.setdefault(axis, {}).setdefault(size, key)
-    for axis, found in sizes.items():
-        if len(found) > 1:
-            listed = " and ".join(f"{size} in {key}" for size, key in found.items())
-            raise DataError(f"{path}: {axis} has {listed} -> {REMEDY}")
-    (num_samples,), grid = sizes["sample"], tuple(next(iter(sizes[axis])) for axis in AXES[: family.num_dims])
-    (num_times,) = sizes["time"] or (1,)
+    num_samples, num_times, grid = array_sizes(family, path, handle, groups)
     coordinates = cell_centres(family, grid)
     if row.coordinates:
         coordinates = tuple(
@@ -192,11 +171,6 @@ def custom_header(family: Family, path: Path, handle: h5py.File | NumpyFile) -> 
 def array_of(path: Path, handle: h5py.File | NumpyFile, key: str) -> h5py.Dataset | np.ndarray:
     """One array of a file, all of which is there; its values are read where it is indexed."""
     return handle[key] if isinstance(handle, NumpyFile) else stored(OWN, path, handle, key)
-
-
-def _each(key: str, groups: Sequence[str]) -> list[str]:
-    """The arrays that a path stands for: one, or one for each sample."""
-    return [key.replace("*", name) for name in groups] if "*" in key else [key]
 
 
 def _check_each(path: Path, key: str, groups: Sequence[str]) -> None:
@@ -256,7 +230,7 @@ def _times(family: Family, path: Path, handle, groups, num_samples: int, num_tim
     key = family.custom.times
     _check_each(path, key, groups)
     shapes = [(num_times,), (num_samples, num_times)][: 1 if "*" in key else 2]
-    saved = np.vstack([_numbers(path, handle, one, shapes) for one in _each(key, groups)])
+    saved = np.vstack([_numbers(path, handle, one, shapes) for one in each(key, groups)])
     times = even(path, key, saved[0], "save evenly spaced times, earliest first")
     if not np.allclose(saved, times, rtol=0, atol=1e-3 * np.ptp(times) / max(num_times - 1, 1)):
         raise DataError(f"{path}: {key}: samples were saved at different times -> split the file")
@@ -274,7 +248,7 @@ def _parameters(family: Family, path: Path, handle, groups, num_samples: int) ->
         shapes = [*several, (len(own),), *([()] * (len(own) == 1))]
         rows = [
             _attribute(path, handle, one, attribute, shapes) if attribute else _numbers(path, handle, one, shapes)
-            for one in _each(place, groups)
+            for one in each(place, groups)
         ]
         values = np.stack(rows).reshape(-1, len(own))
         columns |= dict(zip(own, np.broadcast_to(values, (num_samples, len(own))).T))
@@ -291,29 +265,3 @@ def _attribute(path: Path, handle, place: str, attribute: str, shapes: list[tupl
     if values.shape not in shapes or not np.isfinite(values).all():
         raise DataError(f"{path}: {place}@{attribute}: no such attribute with finite numbers -> {REMEDY}")
     return values
-
-
-def custom_block(handle, family: Family, key: str, samples: slice, frames: np.ndarray, groups) -> np.ndarray:
-    """Consecutive samples of one array, any float: (n, t, C, *grid), with 1 along axes that it lacks."""
-    axes = family.custom.arrays[key].axes
-    if "*" in key:
-        block = np.stack([_cut(handle[one], axes, samples, frames) for one in _each(key, groups[samples])])
-        axes = ("sample", *axes)
-    else:
-        block = _cut(handle[key], axes, samples, frames)
-    wanted = ("sample", "time", "channel", *AXES[: family.num_dims])
-    places = {name: [place for place, axis in enumerate(axes) if axis == name] for name in wanted}
-    sizes = [math.prod(block.shape[place] for place in places[name]) for name in wanted]
-    return block.transpose([place for name in wanted for place in places[name]]).reshape(sizes)
-
-
-def _cut(array, axes: Sequence[str], samples: slice, frames: np.ndarray) -> np.ndarray:
-    """Chosen samples and frames, in any order, of an array in the order of its own axes."""
-    low, high, steps = int(frames.min()), int(frames.max()), np.unique(np.diff(frames))
-    # HDF5 reads a strided row element by element: of the last axis all is read, and strided in NumPy.
-    strided = axes[-1] != "time" and (len(frames) == 1 or (len(steps) == 1 and steps[0] > 0))
-    along_time = slice(low, high + 1, int(steps[0]) if strided and len(steps) else 1)
-    block = array[tuple({"sample": samples, "time": along_time}.get(axis, slice(None)) for axis in axes)]
-    if "time" in axes and not strided:
-        block = np.take(block, frames - low, axis=axes.index("time"))
-    return np.asarray(block)

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -306,26 +306,21 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
     inputs, outputs = _statistics(name, source, splits["train"], frames)
     parameters = source.parameters[splits["train"]].astype(np.float64)
     spread = parameters.std(axis=0)
-    spread = np.where(spread > 0, spread, 1.0)  # one single value: nothing to scale by
-    statistics = (inputs, outputs, (tuple(parameters.mean(axis=0).tolist()), tuple(spread.tolist())))
-    spec = _spec(name, config, source.grid_shape, source.dt * config.training.time_stride, *statistics)
-    low, high = (tuple(end(parameters, axis=0).tolist()) for end in (np.min, np.max))
-    spec = replace(spec, parameter_low=low, parameter_high=high)
-    return Dataset(name, source, splits, frames, spec, chosen.augment)
+    measured = {
+        "input_mean": inputs[0],
+        "input_std": inputs[1],
+        "output_mean": outputs[0],
+        "output_std": outputs[1],
+        "parameter_mean": parameters.mean(axis=0),
+        "parameter_std": np.where(spread > 0, spread, 1.0),  # one single value: nothing to scale by
+        "parameter_low": parameters.min(axis=0),
+        "parameter_high": parameters.max(axis=0),
+    }
+    dt = source.dt * config.training.time_stride
+    return Dataset(name, source, splits, frames, _spec(name, config, source.grid_shape, dt, measured), chosen.augment)
 
 
-Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, by channel or parameter
-
-
-def _spec(
-    name: str,
-    config: RunConfig,
-    grid: tuple[int, ...],
-    dt: float,
-    inputs: Moments,
-    outputs: Moments,
-    parameters: Moments,
-) -> DatasetSpec:
+def _spec(name: str, config: RunConfig, grid: tuple[int, ...], dt: float, measured: dict) -> DatasetSpec:
     """What a model must know of a dataset: from its row, its settings, and what was measured of it."""
     chosen = config.data.datasets[name]
     family = family_of(chosen)
@@ -342,19 +337,14 @@ def _spec(
         time_dependent=family.time_dependent,
         dt=dt,
         tokens=chosen.tokens or config.latent.tokens,
-        input_mean=inputs[0],
-        input_std=inputs[1],
-        output_mean=outputs[0],
-        output_std=outputs[1],
-        parameter_mean=parameters[0],
-        parameter_std=parameters[1],
         zero_walls=family.zero_walls,
         parameter_names=tuple(family.parameters),
         priors=family.priors,
+        **{field: tuple(values.tolist()) for field, values in measured.items()},
     )
 
 
-def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray):
+def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray) -> tuple[tuple, tuple]:
     """Mean and standard deviation per channel of inputs and outputs, over the training split only, in float64."""
     sums: list[list] = [[], []]
     for samples, some in source.blocks(train, frames):
@@ -364,10 +354,7 @@ def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray
             wide = block.astype(np.float64)
             sums[side].append((wide.sum(axis=axes), np.square(wide).sum(axis=axes), block.size // block.shape[2]))
     results = []
-    for side in sums:
-        if not side:  # inputs and outputs are one array
-            results.append(results[0])
-            continue
+    for side in sums if sums[1] else sums[:1]:  # inputs and outputs may be one array
         total, squares, count = (sum(parts) for parts in zip(*side, strict=True))
         mean = total / count
         std = np.sqrt(np.maximum(squares / count - mean**2, 0))
@@ -377,8 +364,8 @@ def _statistics(name: str, source: Source, train: np.ndarray, frames: np.ndarray
                 f"data.datasets.{name}: channel {channel} is constant ({mean[channel]:g}) over the training split of "
                 f"{source.files[0]} -> there is nothing to learn from it: take more samples, or leave it out"
             )
-        results.append((tuple(mean.tolist()), tuple(std.tolist())))
-    return results
+        results.append((mean, std))
+    return results[0], results[-1]
 
 
 # -- in outline ----------------------------------------------------------------------------------------------------
@@ -409,8 +396,9 @@ def _outline(name: str, chosen: DatasetConfig, config: RunConfig, root: Path) ->
         grid = (-(-made.resolution // reduction),) * family.num_dims
         num_samples = min(made.num_samples, chosen.num_samples or made.num_samples)
         num_times = -(-made.num_times // reduction_t)
-    inputs, outputs, parameters = map(len, (family.input_channels, family.channels, family.parameters))
-    unscaled = (((0.0,) * n, (1.0,) * n) for n in (inputs, outputs, parameters))  # no shape depends on statistics
-    spec = _spec(name, config, grid, 1.0 if family.time_dependent else 0.0, *unscaled)
+    unscaled = {}  # no shape depends on statistics
+    for side, of in (("input", family.input_channels), ("output", family.channels), ("parameter", family.parameters)):
+        unscaled |= {f"{side}_mean": np.zeros(len(of)), f"{side}_std": np.ones(len(of))}
+    spec = _spec(name, config, grid, 1.0 if family.time_dependent else 0.0, unscaled)
     frames = -(-num_times // config.training.time_stride)
     return Outline(spec, 4 * num_samples * frames * family.stored_channels * math.prod(grid))

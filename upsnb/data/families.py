@@ -85,6 +85,7 @@ def _logistic(u: np.ndarray) -> np.ndarray:
     return u * (1 - u)
 
 
+RING = {"layout": "single_array", "num_dims": 1, "channels": {"u": "tensor"}, "periodic": (True,)}
 BOX = {"layout": "single_array", "time_range": (0.0, 1.0), "check": _check_flow_is_periodic}
 GAS = {"density": "density", "pressure": "pressure", "Vx": "Vx", "Vy": "Vy", "Vz": "Vz"}
 GAS_2D = {channel: key for channel, key in GAS.items() if channel != "Vz"}
@@ -95,12 +96,9 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(
+            **RING,
             name="advection1d",
             title="1D advection",
-            layout="single_array",
-            num_dims=1,
-            channels={"u": "tensor"},
-            periodic=(True,),
             domain=((0.0, 1.0),),
             time_range=(0.0, 2.0),
             parameters={"beta": 1.0},
@@ -111,12 +109,9 @@ FAMILIES: dict[str, Family] = {
             check=_check_advection_speed,
         ),
         Family(
+            **RING,
             name="burgers1d",
             title="1D Burgers' equation",
-            layout="single_array",
-            num_dims=1,
-            channels={"u": "tensor"},
-            periodic=(True,),
             domain=((0.0, 1.0),),
             time_range=(0.0, 2.0),
             parameters={"Nu": 0.01},  # diffusion is Nu / pi
@@ -128,12 +123,9 @@ FAMILIES: dict[str, Family] = {
             priors=("conservation",),
         ),
         Family(
+            **RING,
             name="reacdiff1d",
             title="1D reaction-diffusion",
-            layout="single_array",
-            num_dims=1,
-            channels={"u": "tensor"},
-            periodic=(True,),
             domain=((0.0, 1.0),),
             time_range=(0.0, 1.0),
             parameters={"Nu": 0.5, "rho": 1.0},
@@ -276,12 +268,9 @@ FAMILIES: dict[str, Family] = {
             vectors=(("Vx", "Vy", "Vz"),),
         ),
         Family(
+            **RING,
             name="kuramoto1d",
             title="1D Kuramoto-Sivashinsky",
-            layout="single_array",
-            num_dims=1,
-            channels={"u": "tensor"},
-            periodic=(True,),
             domain=((0.0, 64.0),),
             time_range=(0.0, 32.0),
             parameters={"nu": 1.0},

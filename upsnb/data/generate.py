@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import yaml
 
-from upsnb.data.layouts import AXES, Family
+from upsnb.data.layouts import AXES, Family, cell_centres
 from upsnb.errors import DataError
 from upsnb.solvers.waves import Sample
 
@@ -29,15 +29,16 @@ class Plan:
     seed: int
 
     @property
-    def grid(self) -> tuple[int, ...]:
-        return (self.resolution,) * self.family.num_dims
+    def sizes(self) -> dict[str, int]:
+        """Of the axes that all arrays share."""
+        grid = dict.fromkeys(AXES, self.resolution)
+        return {"sample": self.num_samples, "time": len(self.times), **grid}
 
     @property
     def coordinates(self) -> dict[str, np.ndarray]:
         """Cell centres of every axis, float32."""
-        unit = (np.arange(self.resolution) + 0.5) / self.resolution
-        axes = zip(AXES, self.family.domain, strict=False)
-        return {axis: (low + (high - low) * unit).astype(np.float32) for axis, (low, high) in axes}
+        centres = cell_centres(self.family, (self.resolution,) * self.family.num_dims)
+        return {axis: values.astype(np.float32) for axis, values in zip(AXES, centres, strict=False)}
 
     def __str__(self) -> str:
         made = self.num_samples, self.parameters, self.resolution, len(self.times), self.seed
@@ -108,15 +109,8 @@ def _begin_single_array(handle: h5py.File, plan: Plan) -> None:
     handle["t-coordinate"] = later
     for axis, centres in plan.coordinates.items():
         handle[f"{axis}-coordinate"] = centres
-    for key in family.channels.values():
-        handle.create_dataset(key, (plan.num_samples, len(times), *plan.grid), np.float32)
-    for key in family.given.values():
-        handle.create_dataset(key, (plan.num_samples, *plan.grid), np.float32)
-
-
-def _add_to_single_array(handle: h5py.File, plan: Plan, sample: int, fields: Sample) -> None:
-    for channel, key in {**plan.family.channels, **plan.family.given}.items():
-        handle[key][sample] = fields[channel]
+    for key, array in family.arrays.items():
+        handle.create_dataset(key, [plan.sizes[axis] for axis in array.axes], np.float32)
 
 
 def _begin_grouped(handle: h5py.File, plan: Plan) -> None:
@@ -143,24 +137,23 @@ def _begin_many_arrays(handle: h5py.File, plan: Plan) -> None:
     handle.attrs["config"] = yaml.safe_dump({**plan.parameters, "seed": plan.seed}, sort_keys=False)
     handle.attrs["latestIndex"] = len(times) - 1
     handle["t"] = np.tile(times.astype(np.float32), (plan.num_samples, 1))
-    for channels, frames in ((family.channels, (len(times),)), (family.given, ())):
-        for key in dict.fromkeys(channels.values()):
-            shape = (*frames, *plan.grid, list(channels.values()).count(key))
-            chunks = (1,) * (1 + len(frames)) + shape[len(frames) :]
-            handle.create_dataset(key, (plan.num_samples, *shape), np.float32, chunks=chunks, compression="lzf")
+    for key, array in family.arrays.items():
+        sizes = plan.sizes | {"channel": len(array.channels)}
+        chunks = sizes | {"sample": 1, "time": 1}
+        shape, chunk = (tuple(lengths[axis] for axis in array.axes) for lengths in (sizes, chunks))
+        handle.create_dataset(key, shape, np.float32, chunks=chunk, compression="lzf")
 
 
-def _add_to_many_arrays(handle: h5py.File, plan: Plan, sample: int, fields: Sample) -> None:
-    for channels in (plan.family.channels, plan.family.given):
-        for key in dict.fromkeys(channels.values()):
-            parts = [fields[channel] for channel, own in channels.items() if own == key]
-            handle[key][sample] = np.stack(parts, axis=-1)
+def _add_to_arrays(handle: h5py.File, plan: Plan, sample: int, fields: Sample) -> None:
+    for key, array in plan.family.arrays.items():
+        values = [fields[channel] for channel in array.channels]
+        handle[key][sample] = np.stack(values, axis=-1) if "channel" in array.axes else values[0]
 
 
 WRITERS = {  # how each layout is begun, and how it takes one sample
-    "single_array": (_begin_single_array, _add_to_single_array),
+    "single_array": (_begin_single_array, _add_to_arrays),
     "grouped": (_begin_grouped, _add_group),
-    "many_arrays": (_begin_many_arrays, _add_to_many_arrays),
+    "many_arrays": (_begin_many_arrays, _add_to_arrays),
 }
 
 

@@ -6,7 +6,9 @@ Files of a user's own are in `custom.py`.
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -16,7 +18,7 @@ import numpy as np
 
 from upsnb.errors import DataError, shown
 from upsnb.solvers.waves import Sample
-from upsnb.values import CustomConfig
+from upsnb.values import ArrayConfig, CustomConfig
 
 AXES = ("x", "y", "z")
 BLOCK_BYTES = 32 * 2**20  # raw bytes read at a time: official files are 7.7 GiB, machines are not
@@ -63,6 +65,21 @@ class Family:
     units: dict[str, str] = field(default_factory=dict)  # of channels, where they have one
     custom: CustomConfig | None = None  # where a user's files hold what
     remedy: str = UPDATE_HINT  # for a file that is not as the row says
+
+    @cached_property
+    def arrays(self) -> dict[str, ArrayConfig]:
+        """What a file's arrays hold, by their path; `*` in it: one for each sample."""
+        if self.custom is not None:
+            return self.custom.arrays
+        folder, lead = ("*/", ()) if self.layout == "grouped" else ("", ("sample",))
+        last = () if self.layout == "single_array" else ("channel",)
+        arrays = {}
+        for fields, given in ((self.channels, False), (self.given, True)):
+            axes = (*lead, *(() if given else ("time",)), *AXES[: self.num_dims], *last)
+            for key in dict.fromkeys(fields.values()):
+                channels = tuple(name for name, own in fields.items() if own == key)
+                arrays[folder + key] = ArrayConfig(axes=axes, channels=channels, given=given)
+        return arrays
 
     @property
     def time_dependent(self) -> bool:
@@ -117,17 +134,24 @@ def open_hdf5(path: Path) -> h5py.File:
     check_present(path)
     if not h5py.is_hdf5(path):
         raise DataError(f"{path}: not an HDF5 file -> expected a PDEBench .hdf5/.h5 file, is this an error page?")
-    try:
+    with told_as(f"{path}: truncated or damaged", "download or generate it again"):
         return h5py.File(path, "r")
-    except Exception as error:  # whatever a damaged file runs into
-        raise DataError(
-            f"{path}: truncated or damaged ({in_one_line(error)}) -> download or generate it again"
-        ) from error
 
 
 def in_one_line(error: Exception) -> str:
     """What HDF5 says of an error, as far as it is of use."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def told_as(found: str, remedy: str) -> Iterator[None]:
+    """Whatever a damaged file runs into in here becomes a DataError with this to say."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{found} ({in_one_line(error)}) -> {remedy}") from error
 
 
 def names(found: Collection[str]) -> str:
@@ -197,17 +221,18 @@ def _dataset(family: Family, path: Path, handle: h5py.File, key: str, axes: tupl
     return dataset
 
 
-def _told(attributes: h5py.AttributeManager) -> dict[str, object]:
-    """What a file or a group says of itself: the numbers of its `config` text, and its attributes, as they spell it."""
+def _parameters(family: Family, path: Path, attributes: h5py.AttributeManager, num_samples: int = 1) -> np.ndarray:
+    """PDE parameters of samples that have the same, (num_samples, P) float32.
+
+    They are the attributes' own, else numbers of the text in `config`, spelled in any case, else what the file's name
+    says (beta0.4, Eta1.e-8).
+    """
     config = attributes.get("config", "")
     lines = re.findall(r"^\s*'?(\w+)'?\s*:\s*(\S+)\s*$", config, re.MULTILINE) if isinstance(config, str) else []
-    return {**dict(lines), **{name: value for name, value in attributes.items() if name != "config"}}
-
-
-def _parameters(family: Family, path: Path, told: dict[str, object]) -> list[float]:
-    """The PDE parameters: what a file says of itself, else what its name says (beta0.4, Eta1.e-8); in any case."""
+    told = {**dict(lines), **{name: value for name, value in attributes.items() if name != "config"}}
     lower = {name.lower(): value for name, value in told.items()}
-    return [_parameter(family, path, told, name, lower.get(name.lower())) for name in family.parameters]
+    values = [_parameter(family, path, told, name, lower.get(name.lower())) for name in family.parameters]
+    return np.tile(np.array(values, dtype=np.float32), (num_samples, 1))
 
 
 def _parameter(family: Family, path: Path, told: dict[str, object], name: str, found: object) -> float:
@@ -268,14 +293,16 @@ def check_place(family: Family, path: Path, key: str, values: np.ndarray, axis: 
     return values
 
 
-def _places(family: Family, path: Path, handle: h5py.File, keys: list[str], grid: tuple[int, ...]) -> list[np.ndarray]:
+def _places(
+    family: Family, path: Path, handle: h5py.File, keys: list[str], grid: tuple[int, ...]
+) -> tuple[np.ndarray, ...]:
     """Coordinates of every axis, which lie in the family's domain."""
     found = [(key, _coordinate(family, path, handle, key, points)) for key, points in zip(keys, grid, strict=True)]
-    return [check_place(family, path, key, values, axis) for axis, (key, values) in enumerate(found)]
+    return tuple(check_place(family, path, key, values, axis) for axis, (key, values) in enumerate(found))
 
 
 def cell_centres(family: Family, grid: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """Coordinates of files that have none: evenly over the domain."""
+    """Coordinates of generated files, and of those that have none: evenly over the domain."""
     pairs = zip(grid, family.domain, strict=True)
     return tuple(low + (high - low) * (np.arange(points) + 0.5) / points for points, (low, high) in pairs)
 
@@ -292,26 +319,42 @@ def _times(family: Family, path: Path, handle: h5py.File, key: str, num_times: i
     return times
 
 
-def _agree(family: Family, path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, tuple[int, ...]]:
-    """Samples, frames and grid of all arrays, given the shape of each without a channel axis."""
-    static = set(family.given.values())
-    sizes = {key: (shape[0], shape[-family.num_dims :]) for key, shape in shapes.items()}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{key} {(samples, *grid)}" for key, (samples, grid) in sizes.items())
-        raise DataError(f"{path}: samples and grids differ between keys ({listed}) -> {UPDATE_HINT}")
-    frames = {key: shape[1] for key, shape in shapes.items() if key not in static}
-    if len(set(frames.values())) > 1:
-        raise DataError(f"{path}: {', '.join(frames)}: numbers of frames differ -> {UPDATE_HINT}")
-    num_times = next(iter(frames.values()))
-    if not family.time_dependent and num_times != 1:
-        raise DataError(f"{path}: {', '.join(frames)}: {num_times} frames, expected 1 -> wrong family?")
-    num_samples, grid = next(iter(sizes.values()))
-    return num_samples, num_times, grid
+def each(key: str, groups: Sequence[str]) -> list[str]:
+    """The arrays that a path stands for: one, or one for each sample."""
+    return [key.replace("*", name) for name in groups] if "*" in key else [key]
 
 
-def _header(family: Family, path: Path, coordinates, times, parameters, num_samples: int) -> Header:
-    rows = np.tile(np.asarray(parameters, dtype=np.float32), (num_samples, 1))
-    return Header(path, num_samples, tuple(coordinates), times, rows)
+def array_sizes(family: Family, path: Path, handle, groups: Sequence[str] = ()) -> tuple[int, int, tuple[int, ...]]:
+    """Samples, frames and grid of a file in which all arrays are there, and agree.
+
+    Args:
+        handle: an open HDF5 file, or a NumpyFile.
+        groups: what `*` stands for in paths.
+    """
+    remedy = family.remedy if family.custom else "wrong family?"
+    sizes: dict[str, dict[int, str]] = {"sample": {len(groups): "*"} if groups else {}, "time": {}}
+    for key, array in family.arrays.items():
+        shapes: dict[tuple[int, ...], str] = {}
+        for one in each(key, groups):
+            found = stored(family.name, path, handle, one) if isinstance(handle, h5py.File) else handle.header(one)
+            check_field(path, one, found, array.axes, remedy)
+            shapes.setdefault(tuple(found.shape), one)
+        if len(shapes) > 1:
+            (shape, one), (other, two) = list(shapes.items())[:2]
+            raise DataError(f"{path}: {one} has shape {shape} and {two} {other} -> all samples need the same")
+        (shape,) = shapes
+        channels = math.prod(size for axis, size in zip(array.axes, shape) if axis == "channel")
+        if channels != len(array.channels):
+            raise DataError(f"{path}: {key}: {channels} channels, expected {', '.join(array.channels)} -> {remedy}")
+        for axis, size in zip(array.axes, shape):
+            if axis != "channel":
+                sizes.setdefault(axis, {}).setdefault(size, key)
+    for axis, found in sizes.items():
+        if len(found) > 1:
+            listed = " and ".join(f"{size} in {key}" for size, key in found.items())
+            raise DataError(f"{path}: {axis} has {listed} -> {family.remedy}")
+    (num_samples,), (num_times,) = sizes["sample"], sizes["time"] or (1,)
+    return num_samples, num_times, tuple(next(iter(sizes[axis])) for axis in AXES[: family.num_dims])
 
 
 # -- single arrays: each channel an array of all samples ---------------------------------------------------------------
@@ -319,35 +362,15 @@ def _header(family: Family, path: Path, coordinates, times, parameters, num_samp
 
 def single_array_header(family: Family, path: Path, handle: h5py.File) -> Header:
     """Check one file: keys, axes, dtypes, shapes, coordinates, parameters."""
-    shapes, axes = {}, AXES[: family.num_dims]
-    for keys, frames in ((family.given, ()), (family.channels, ("time",))):
-        for key in keys.values():
-            shapes[key] = _dataset(family, path, handle, key, ("sample", *frames, *axes)).shape
-    num_samples, num_times, grid = _agree(family, path, shapes)
-    coordinates = _places(family, path, handle, [f"{axis}-coordinate" for axis in axes], grid)
+    num_samples, num_times, grid = array_sizes(family, path, handle)
+    coordinates = _places(family, path, handle, [f"{axis}-coordinate" for axis in AXES[: family.num_dims]], grid)
     times = np.zeros(1)
     if family.time_dependent:  # the file has one time more: not a frame
         times = _times(family, path, handle, "t-coordinate", num_times)
-    return _header(family, path, coordinates, times, _parameters(family, path, _told(handle.attrs)), num_samples)
-
-
-def _some(dataset: h5py.Dataset, lead: tuple, frames: np.ndarray) -> np.ndarray:
-    """Chosen frames, the axis after those of `lead`, in any order."""
-    # Whole rows, strided in numpy: HDF5 reads a strided contiguous row element by element.
-    steps = np.unique(np.diff(frames))
-    if len(frames) == 1 or (len(steps) == 1 and steps[0] > 0):
-        step = int(steps[0]) if len(frames) > 1 else 1
-        return dataset[(*lead, slice(int(frames[0]), int(frames[-1]) + 1, step))]
-    low = int(frames.min())
-    block = dataset[(*lead, slice(low, int(frames.max()) + 1))]
-    return block[(slice(None),) * len(lead) + (frames - low,)] if lead else block[frames - low]
-
-
-def single_array_block(handle, family: Family, key: str, samples: slice, frames: np.ndarray, groups) -> np.ndarray:
-    """Read consecutive samples of one dataset: (n, t, 1, *grid), any float; static datasets get t = 1."""
-    dataset = handle[key]
-    block = dataset[samples][:, None] if key in family.given.values() else _some(dataset, (samples,), frames)
-    return block[:, :, None]
+    elif num_times > 1:
+        found = f"{path}: {', '.join(family.channels.values())}: {num_times} frames, expected 1"
+        raise DataError(f"{found} -> wrong family?")
+    return Header(path, num_samples, coordinates, times, _parameters(family, path, handle.attrs, num_samples))
 
 
 # -- groups: each sample a group of its own ----------------------------------------------------------------------------
@@ -355,33 +378,21 @@ def single_array_block(handle, family: Family, key: str, samples: slice, frames:
 
 def grouped_header(family: Family, path: Path, handle: h5py.File) -> Header:
     """Check every group of one file; all share their grid and times."""
-    groups, axes = tuple(sorted(handle)), AXES[: family.num_dims]
+    groups = tuple(sorted(handle))
     if not groups:
         raise DataError(f"{path}: no groups, expected one a sample -> download or generate it again")
-    key, channels = next(iter(family.channels.values())), len(family.channels)
-    rows, first = [], None
+    num_samples, num_times, grid = array_sizes(family, path, handle, groups)
+    keys = [f"grid/{axis}" for axis in (*AXES[: family.num_dims], "t")]
+    *places, time = (f"{groups[0]}/{key}" for key in keys)
+    coordinates = _places(family, path, handle, places, grid)
+    times = _times(family, path, handle, time, num_times)
+    rows = []
     for name in groups:
-        shape = _dataset(family, path, handle, f"{name}/{key}", ("time", *axes, "channel")).shape
-        if shape[-1] != channels:
-            found = f"{path}: {name}/{key}: {shape[-1]} channels, expected {', '.join(family.channels)}"
-            raise DataError(f"{found} -> wrong family?")
-        keys = [f"{name}/grid/{axis}" for axis in (*axes, "t")]
-        found = [shape, *(_coordinate(family, path, handle, key, n) for key, n in zip(keys, (*shape[1:-1], shape[0])))]
-        if first is None:
-            first = found
-            coordinates = _places(family, path, handle, keys[:-1], shape[1:-1])
-            times = _times(family, path, handle, keys[-1], shape[0])
-        if not all(np.array_equal(one, two) for one, two in zip(first, found, strict=True)):
-            raise DataError(f"{path}: grid or times of {name} differ from those of {groups[0]} -> {UPDATE_HINT}")
-        rows.append(_parameters(family, path, _told(handle[name].attrs)))
-    parameters = np.asarray(rows, dtype=np.float32).reshape(len(groups), len(family.parameters))
-    return Header(path, len(groups), tuple(coordinates), times, parameters, groups)
-
-
-def grouped_block(handle, family: Family, key: str, samples: slice, frames: np.ndarray, groups) -> np.ndarray:
-    """Read consecutive samples: (n, t, C, *grid), any float."""
-    block = np.stack([_some(handle[f"{name}/{key}"], (), frames) for name in groups[samples]])
-    return np.moveaxis(block, -1, 2)
+        for key, values in zip(keys, (*coordinates, times), strict=True):
+            if not np.array_equal(_coordinate(family, path, handle, f"{name}/{key}", len(values)), values):
+                raise DataError(f"{path}: grid or times of {name} differ from those of {groups[0]} -> {UPDATE_HINT}")
+        rows.append(_parameters(family, path, handle[name].attrs))
+    return Header(path, num_samples, coordinates, times, np.concatenate(rows), groups)
 
 
 # -- many arrays: vectors and scalars of all samples, and a row of times each ------------------------------------------
@@ -389,14 +400,7 @@ def grouped_block(handle, family: Family, key: str, samples: slice, frames: np.n
 
 def many_arrays_header(family: Family, path: Path, handle: h5py.File) -> Header:
     """Check one file; it has no coordinates, so its points are the cell centres of the family's domain."""
-    shapes, axes = {}, AXES[: family.num_dims]
-    for keys, frames in ((family.given, ()), (family.channels, ("time",))):
-        for key in dict.fromkeys(keys.values()):
-            shape = _dataset(family, path, handle, key, ("sample", *frames, *axes, "channel")).shape
-            shapes[key], expected = shape[:-1], list(keys.values()).count(key)
-            if shape[-1] != expected:
-                raise DataError(f"{path}: {key}: {shape[-1]} channels, expected {expected} -> wrong family?")
-    num_samples, num_times, grid = _agree(family, path, shapes)
+    num_samples, num_times, grid = array_sizes(family, path, handle)
     saved = _dataset(family, path, handle, "t", ("sample", "time"))
     if saved.shape != (num_samples, num_times):
         raise DataError(f"{path}: t: shape {saved.shape}, expected {(num_samples, num_times)} -> {UPDATE_HINT}")
@@ -404,12 +408,39 @@ def many_arrays_header(family: Family, path: Path, handle: h5py.File) -> Header:
     times = even(path, "t", all_times[0])  # each file of this kind has its own time step
     if not np.allclose(all_times, times, atol=1e-6 * times[-1]):
         raise DataError(f"{path}: t: samples were saved at different times -> split the file")
-    coordinates = cell_centres(family, grid)
-    return _header(family, path, coordinates, times, _parameters(family, path, _told(handle.attrs)), num_samples)
+    parameters = _parameters(family, path, handle.attrs, num_samples)
+    return Header(path, num_samples, cell_centres(family, grid), times, parameters)
 
 
-def many_arrays_block(handle, family: Family, key: str, samples: slice, frames: np.ndarray, groups) -> np.ndarray:
-    """Read consecutive samples of one dataset: (n, t, C, *grid), any float; static datasets get t = 1."""
-    dataset = handle[key]
-    block = dataset[samples][:, None] if key in family.given.values() else _some(dataset, (samples,), frames)
-    return np.moveaxis(block, -1, 2)
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def read_block(handle, family: Family, key: str, samples: slice, frames: np.ndarray, groups) -> np.ndarray:
+    """Consecutive samples of one array, any float: (n, t, C, *grid), with 1 along axes that it lacks.
+
+    Args:
+        frames: chosen ones, in any order.
+        groups: all that `*` stands for.
+    """
+    axes = family.arrays[key].axes
+    if "*" in key:
+        block = np.stack([_cut(handle[one], axes, samples, frames) for one in each(key, groups[samples])])
+        axes = ("sample", *axes)
+    else:
+        block = _cut(handle[key], axes, samples, frames)
+    wanted = ("sample", "time", "channel", *AXES[: family.num_dims])
+    places = {name: [place for place, axis in enumerate(axes) if axis == name] for name in wanted}
+    sizes = [math.prod(block.shape[place] for place in places[name]) for name in wanted]
+    return block.transpose([place for name in wanted for place in places[name]]).reshape(sizes)
+
+
+def _cut(array, axes: Sequence[str], samples: slice, frames: np.ndarray) -> np.ndarray:
+    """Chosen samples and frames, in any order, of an array in the order of its own axes."""
+    low, high, steps = int(frames.min()), int(frames.max()), np.unique(np.diff(frames))
+    # HDF5 reads a strided row element by element: of the last axis all is read, and strided in NumPy.
+    strided = axes[-1] != "time" and (len(frames) == 1 or (len(steps) == 1 and steps[0] > 0))
+    along_time = slice(low, high + 1, int(steps[0]) if strided and len(steps) else 1)
+    block = array[tuple({"sample": samples, "time": along_time}.get(axis, slice(None)) for axis in axes)]
+    if "time" in axes and not strided:
+        block = np.take(block, frames - low, axis=axes.index("time"))
+    return np.asarray(block)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from upsnb.config import DatasetConfig
 from upsnb.data.custom import array_of, open_arrays, problems
 from upsnb.data.families import FAMILIES, family_of
-from upsnb.data.layouts import AXES, Family, in_one_line
+from upsnb.data.layouts import AXES, Family, in_one_line, told_as
 from upsnb.data.numpy_files import NumpyFile
 from upsnb.data.source import Source, open_source, thinned
 from upsnb.errors import MOST_LISTED, DataError, shown
@@ -96,17 +96,12 @@ def survey(path: Path) -> tuple[dict[str, Found], list[str]]:
             )
         return True if len(arrays) >= MOST_SEEN else None  # stop there
 
-    with open_arrays(path) as handle:
-        try:
-            if isinstance(handle, NumpyFile):
-                arrays = {name: handle.header(name) for name in islice(handle, MOST_SEEN)}
-            else:
-                note("", handle) or handle.visititems(note)  # follows no links
-        except DataError:
-            raise
-        except Exception as error:  # whatever a damaged file runs into
-            found = f"{path}: cannot be read ({in_one_line(error)})"
-            raise DataError(f"{found} -> truncated or damaged, download or make it again") from error
+    remedy = "truncated or damaged, download or make it again"
+    with open_arrays(path) as handle, told_as(f"{path}: cannot be read", remedy):
+        if isinstance(handle, NumpyFile):
+            arrays = {name: handle.header(name) for name in islice(handle, MOST_SEEN)}
+        else:
+            note("", handle) or handle.visititems(note)  # follows no links
     return _together(arrays), attributes[:MOST_LISTED]
 
 
@@ -187,14 +182,9 @@ def propose(path: Path) -> list[str]:
 def _row(path: Path) -> tuple[dict, dict[str, str]]:
     """A row, and what is to be said of its settings: what `check` must, and of guesses that they are some."""
     arrays, _ = survey(path)
-    try:
-        with open_arrays(path) as handle:
-            row, notes = (_well if _is_well(arrays) else _guessed)(path, handle, arrays)
-    except DataError:
-        raise
-    except Exception as error:  # whatever a damaged file, or one that only looks like The Well's, runs into
-        found = f"{path}: no row can be guessed ({in_one_line(error)})"
-        raise DataError(f"{found} -> write it by hand, docs/data.md") from error
+    # for a damaged file, and one that only looks like The Well's
+    with told_as(f"{path}: no row can be guessed", "write it by hand, docs/data.md"), open_arrays(path) as handle:
+        row, notes = (_well if _is_well(arrays) else _guessed)(path, handle, arrays)
     return {setting: value for setting, value in row.items() if value}, notes
 
 

@@ -6,12 +6,13 @@ import math
 import struct
 import zipfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from upsnb.data.layouts import DEFLATED, check_present, in_one_line, names
+from upsnb.data.layouts import DEFLATED, check_present, names, told_as
 from upsnb.errors import DataError
 
 ENDINGS = (".npy", ".npz")
@@ -27,7 +28,7 @@ class Stored(NamedTuple):
     dtype: np.dtype
 
 
-class NumpyFile:
+class NumpyFile(AbstractContextManager):
     """A .npy file or the arrays of a .npz file; stands where an h5py.File does.
 
     A .npy file's own array is called `array`; others beside it go by their file names, such as `outputs.npy`.
@@ -35,19 +36,13 @@ class NumpyFile:
 
     def __init__(self, path: Path):
         check_present(path)
-        self.path, self._arrays, self._members = path, {}, None
+        self.path, self._arrays, self._zip, self._members = path, {}, None, {ONLY: None}
         self._maps: dict[str, np.memmap] = {}
         self._unpacked: list[str] = []  # compressed arrays in memory, the last one asked for at the end
         if path.suffix.lower() == ".npz":
-            try:
+            with told_as(f"{path}: truncated or damaged", "save it again with np.savez"):
                 self._zip = zipfile.ZipFile(path)
-            except Exception as error:
-                found = f"{path}: truncated or damaged ({in_one_line(error)})"
-                raise DataError(f"{found} -> save it again with np.savez") from error
             self._members = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
-
-    def __enter__(self) -> NumpyFile:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -55,17 +50,17 @@ class NumpyFile:
     def close(self) -> None:
         for kept in (self._arrays, self._maps, self._unpacked):
             kept.clear()
-        if self._members is not None:
+        if self._zip is not None:
             self._zip.close()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._members if self._members is not None else (ONLY,))
+        return iter(self._members)
 
     def __len__(self) -> int:
-        return len(self._members) if self._members is not None else 1
+        return len(self._members)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._members if self._members is not None else self._lone(key).is_file()
+        return key in self._members or (self._zip is None and self._lone(key).is_file())
 
     def _lone(self, key: str) -> Path:
         """The .npy file of an array that is not in a .npz file."""
@@ -105,7 +100,7 @@ class NumpyFile:
         """An open file at the beginning of an array, and how many bytes are there; a compressed one is unpacked."""
         if key not in self:
             raise DataError(f"{self.path}: key {key!r} is missing -> keys found: {names(self)}")
-        if self._members is None:
+        if self._zip is None:
             return open(self._lone(key), "rb"), self._lone(key).stat().st_size
         info = self._members[key]
         if info.compress_type == zipfile.ZIP_STORED:
@@ -122,14 +117,10 @@ class NumpyFile:
     def _described(self, key: str, file: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype]:
         """Shape, order and dtype of an array of at most so many bytes, which begins here."""
         where, start = f"{self.path}: {key}", file.tell()
-        try:
+        with told_as(f"{where}: no array of NumPy", "save it again with np.save"):
             version = np.lib.format.read_magic(file)
             read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, fortran, dtype = read(file)
-        except Exception as error:
-            raise DataError(
-                f"{where}: no array of NumPy ({in_one_line(error)}) -> save it again with np.save"
-            ) from error
         if dtype.hasobject or dtype.names:
             raise DataError(f"{where}: {dtype} is no kind of number, and is not read -> save arrays of numbers only")
         needed, there = math.prod(shape) * dtype.itemsize, size - (file.tell() - start)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from upsnb.data import custom, layouts
 from upsnb.data.families import FAMILIES
-from upsnb.data.layouts import AXES, BLOCK_BYTES, Family, Header, in_one_line, open_hdf5
+from upsnb.data.layouts import AXES, BLOCK_BYTES, Family, Header, open_hdf5, read_block, told_as
 from upsnb.errors import MOST_LISTED, DataError
 
-CONVENTIONS = ("pdebench", "first", "last", "distinct")
 MOST_POINTS = 4096  # of one initial state, over all channels
 MOST_NAMED = 3  # files in one message
-LAYOUTS: dict[str, tuple[Callable, Callable, Callable]] = {  # how each layout is opened, checked and read
-    "single_array": (open_hdf5, layouts.single_array_header, layouts.single_array_block),
-    "grouped": (open_hdf5, layouts.grouped_header, layouts.grouped_block),
-    "many_arrays": (open_hdf5, layouts.many_arrays_header, layouts.many_arrays_block),
-    "custom": (custom.open_arrays, custom.custom_header, custom.custom_block),
+DAMAGED = "truncated or damaged, download it again"
+LAYOUTS: dict[str, tuple[Callable, Callable]] = {  # how each layout is opened and checked
+    "single_array": (open_hdf5, layouts.single_array_header),
+    "grouped": (open_hdf5, layouts.grouped_header),
+    "many_arrays": (open_hdf5, layouts.many_arrays_header),
+    "custom": (custom.open_arrays, custom.custom_header),
 }
 
 
@@ -76,51 +76,43 @@ class Source:
         if samples.size and not (samples.min() >= 0 and samples.max() < self.num_samples):
             found = f"{samples.min()}..{samples.max()}"
             raise DataError(f"{self.family.name}: samples {found} asked for -> only 0..{self.num_samples - 1} exist")
+        samples = samples.astype(np.int64)  # of an empty list, too
         frames = np.atleast_1d(np.arange(self.num_times)[times]) * self.reduced_resolution_t
         if frames.size == 0:
             raise DataError(f"{self.family.name}: no frame in {times} -> there are {self.num_times} frames")
         family = self.family
-        targets = self._read_keys(family.channels, samples, frames)
+        targets = self._read_fields(list(family.channels), samples, frames)
         if not family.given:
             return targets, targets
-        given = self._read_keys(family.given, samples, frames[:1])
+        given = self._read_fields(list(family.given), samples, frames[:1])
         if not family.time_dependent:
             return given, targets
         given = np.broadcast_to(given, (*targets.shape[:2], *given.shape[2:]))
         inputs = np.concatenate((targets, given), axis=2)
         return inputs, inputs[:, :, : targets.shape[2]]
 
-    def _read_keys(self, channels: Mapping[str, str], samples: np.ndarray, frames: np.ndarray) -> np.ndarray:
+    def _read_fields(self, channels: list[str], samples: np.ndarray, frames: np.ndarray) -> np.ndarray:
         """(n, t, C, *grid) float32: runs of neighbouring samples are read at once."""
         out = np.empty((len(samples), len(frames), len(channels), *self.grid_shape), dtype=np.float32)
         first_of_file = np.searchsorted(self.file_of_sample, np.arange(len(self.files)))
         raw = 4 * len(channels) * len(frames) * int(np.prod(self.grid_shape))
         longest = max(1, BLOCK_BYTES // (raw * self.reduced_resolution**self.family.num_dims))
-        start = 0
-        while start < len(samples):
-            file = self.file_of_sample[samples[start]]
-            stop = start + 1
-            while (
-                stop < min(len(samples), start + longest)
-                and samples[stop] == samples[stop - 1] + 1
-                and self.file_of_sample[samples[stop]] == file
-            ):
-                stop += 1
-            low = int(samples[start] - first_of_file[file])
-            for key in dict.fromkeys(channels.values()):
-                places = [place for place, own in enumerate(channels.values()) if own == key]
-                where = slice(low, low + stop - start)
-                out[start:stop, :, places] = self._read_block(int(file), key, where, frames)
-            start = stop
+        files = self.file_of_sample[samples]
+        ends = np.flatnonzero((np.diff(samples) != 1) | (np.diff(files) != 0)) + 1
+        for run in np.split(np.arange(len(samples)), ends):
+            for rows in (run[start : start + longest] for start in range(0, len(run), longest)):
+                file = int(files[rows[0]])
+                low = int(samples[rows[0]] - first_of_file[file])
+                for key, array in self.family.arrays.items():
+                    if places := [channels.index(name) for name in array.channels if name in channels]:
+                        block = self._read_block(file, key, slice(low, low + len(rows)), frames)
+                        out[rows[0] : rows[-1] + 1, :, places] = block
         return out
 
     def _read_block(self, file: int, key: str, samples: slice, frames: np.ndarray) -> np.ndarray:
-        path, (*_, read_block) = self.files[file], LAYOUTS[self.family.layout]
-        try:
+        path = self.files[file]
+        with told_as(f"{path}: {key}: samples {samples.start}..{samples.stop - 1} cannot be read", DAMAGED):
             block = read_block(self._handle(file), self.family, key, samples, frames, self.groups[file])
-        except Exception as error:  # whatever a damaged file runs into
-            found = f"samples {samples.start}..{samples.stop - 1} cannot be read ({in_one_line(error)})"
-            raise DataError(f"{path}: {key}: {found} -> truncated or damaged, download it again") from error
         block = block[(..., *(slice(None, None, self.reduced_resolution),) * self.family.num_dims)]
         with np.errstate(over="ignore"):  # a float64 value beyond float32 becomes inf and is reported below
             block = block.astype(np.float32, copy=False)
@@ -180,29 +172,23 @@ def open_source(
         if family not in FAMILIES:
             raise DataError(f"unknown family {family!r} -> one of {', '.join(FAMILIES)}")
         family = FAMILIES[family]
-    open_file, check, _ = LAYOUTS[family.layout]
+    open_file, check = LAYOUTS[family.layout]
     paths = [Path(files)] if isinstance(files, str | os.PathLike) else [Path(file) for file in files]
     problems = [] if paths else [f"no files given for {family.name} -> name at least one"]
     problems += [f"{path}: given twice -> its samples would be in training and test" for path in _repeated(paths)]
-    settings = {"reduced_resolution": reduced_resolution, "reduced_resolution_t": reduced_resolution_t}
-    for name, value in (settings | {"num_samples": 1 if num_samples is None else num_samples}).items():
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-            problems.append(f"{name} is {value!r} -> expected a whole number of at least 1")
     if problems:
         raise _summary(family, problems)
 
     headers = []
     for path in paths:
         try:
-            with open_file(path) as handle:
+            with told_as(f"{path}: cannot be read", DAMAGED), open_file(path) as handle:
                 header = check(family, path, handle)
                 problems += family.check(header, handle) if family.check else []
                 problems += _reduction_problems(family, header, reduced_resolution, reduced_resolution_t)
                 headers.append(header)
         except DataError as error:
             problems.append(str(error))
-        except Exception as error:  # whatever a damaged file runs into
-            problems.append(f"{path}: cannot be read ({in_one_line(error)}) -> truncated or damaged, download it again")
     for other in headers[1:]:
         problems += _mismatch(headers[0], other)
     if problems:
@@ -223,8 +209,8 @@ def open_source(
         dt=float(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
         file_of_sample=np.repeat(np.arange(len(paths)), counts),
         groups=tuple(header.groups for header in headers),
-        reduced_resolution=int(reduced_resolution),
-        reduced_resolution_t=int(reduced_resolution_t),
+        reduced_resolution=reduced_resolution,
+        reduced_resolution_t=reduced_resolution_t,
         mirrors=all(
             wraps or (len(values) - 1) % reduced_resolution == 0
             for wraps, values in zip(family.periodic, headers[0].coordinates, strict=True)
@@ -287,8 +273,6 @@ def split_samples(
     Returns:
         "train", "validation", "test": sorted int64 indices, disjoint, together all samples.
     """
-    if convention not in CONVENTIONS:
-        raise DataError(f"unknown split convention {convention!r} -> one of {', '.join(CONVENTIONS)}")
     side = convention if convention in ("first", "last") else source.family.pdebench_test_side
     wholes = [(path, np.flatnonzero(source.file_of_sample == index)) for index, path in enumerate(source.files)]
     if convention == "distinct":
@@ -351,9 +335,9 @@ def initial_states(source: Source, samples: np.ndarray) -> np.ndarray:
     axes = (0, *range(2, states.ndim))
     scale = np.sqrt(np.square(states, dtype=np.float64).mean(axis=axes) * states[0, 0].size)
     states /= np.where(scale > 0, scale, 1).reshape(1, -1, *(1,) * (states.ndim - 2))
-    parameters, all_of_them = (source.parameters[chosen].astype(np.float64) for chosen in (samples, slice(None)))
-    spread = all_of_them.std(axis=0)
-    parameters = (parameters - all_of_them.mean(axis=0)) / np.where(spread > 0, spread, 1)
+    known = source.parameters.astype(np.float64)
+    spread = known.std(axis=0)
+    parameters = (known[samples] - known.mean(axis=0)) / np.where(spread > 0, spread, 1)
     return np.concatenate([states.reshape(len(states), -1), parameters.astype(np.float32)], axis=1)
 
 

@@ -72,7 +72,7 @@ def predicted_beside_measured(rows: Sequence[Mapping]) -> Figure:
 
 
 def bars(rows: Sequence[Mapping]) -> list[dict]:
-    """What `predicted_beside_measured` draws, from the rows of `planning.compare`."""
+    """What `predicted_beside_measured` draws, from the rows of `plan.compare`."""
     return [
         {
             "config": row["config"],

@@ -182,16 +182,12 @@ class Ledger(TorchDispatchMode):
         """Everything written down so far."""
         entries = self._entries
         modules = tuple(dict.fromkeys(_short(entry.module) for entry in entries))
-        return Account(
-            nbytes=np.array([entry.nbytes for entry in entries], dtype=np.int64),
-            born=np.array([entry.born for entry in entries], dtype=np.int64),
-            died=np.array([entry.died for entry in entries], dtype=np.int64),
-            kind=np.array([KINDS.index(entry.kind) for entry in entries], dtype=np.int64),
-            module=np.array([modules.index(_short(entry.module)) for entry in entries], dtype=np.int64),
-            modules=modules,
-            marks=tuple(self.marks),
-            end=self.operation,
-        )
+        rows = [
+            (entry.nbytes, entry.born, entry.died, KINDS.index(entry.kind), modules.index(_short(entry.module)))
+            for entry in entries
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        return Account(*columns, modules=modules, marks=tuple(self.marks), end=self.operation)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

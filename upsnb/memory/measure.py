@@ -170,14 +170,14 @@ class MeasuringProcess:
     def __exit__(self, *failure) -> None:
         self._pool.shutdown()
 
-    def measure(self, config: RunConfig, root: Path | None = None) -> Footprint:
+    def measure(self, config: RunConfig) -> Footprint:
         """`measure`, over there.
 
         Raises:
             RunError: the process was killed; the next measurement starts another.
         """
         try:
-            return self._pool.submit(measure, config, root or runfolder.project_root()).result()
+            return self._pool.submit(measure, config).result()
         except BrokenProcessPool:
             self.__enter__()
             raise RunError(

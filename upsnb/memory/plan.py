@@ -107,9 +107,9 @@ def _line(row: dict) -> str:
     return f"{text}, measured {row['measured'].gib:.4f} GiB in {row['measured'].seconds:.1f} s"
 
 
-def error_percent(row: dict) -> float | None:
-    """How far above the measurement the prediction lies."""
-    return None if row["measured"] is None else 100 * (row["predicted"].nbytes / row["measured"].nbytes - 1)
+def error_percent(row: dict) -> float:
+    """How far above the measurement the prediction lies, in a row that has one."""
+    return 100 * (row["predicted"].nbytes / row["measured"].nbytes - 1)
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------
@@ -135,13 +135,13 @@ def claims(predictor: Predictor) -> list[dict]:
             f"weights, gradients and moments, {state / 1e9:.3f} GB, less the 1/{ranks} that stays",
             share * state,
         ),
-        _claim(None, f"activations of {batch} pairs, for comparison: what fills the memory", kinds["activations"]),
+        _claim("", f"activations of {batch} pairs, for comparison: what fills the memory", kinds["activations"]),
     ]
 
 
-def _claim(phase: str | None, arithmetic: str, nbytes: float) -> dict:
+def _claim(phase: str, arithmetic: str, nbytes: float) -> dict:
     return {
-        "phase": phase or "",
+        "phase": phase,
         "promised_gb": CLAIMED_GB.get(phase),
         "arithmetic": arithmetic,
         "at_most_gb": round(nbytes / 1e9, 4),

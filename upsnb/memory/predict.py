@@ -184,32 +184,25 @@ class Predictor:
         started = time.perf_counter()
         # Offload needs CUDA and guards read the loss, which has no value here: neither changes what else is allocated.
         changes = {"training.cpu_offload_optimizer": False, "guards.nonfinite": "off"}
-        changes |= {"operator.pdet.attention": "sdpa"} if self._has_stand_in() else {}
+        self._has_stand_in = config.operator.pdet.attention in FUSED_KERNELS  # on CUDA too: flex compiles for real
+        changes |= {"operator.pdet.attention": "sdpa"} if self._has_stand_in else {}
         self._fake = FakeTensorMode()
         with torch.random.fork_rng(devices=[]), self._fake:
             self._rehearsal = Rehearsal(overlays.apply(config, changes), self.root, self.device)
-        self._seen: dict[int, Footprint] = {}
+        self.seen: dict[int, Footprint] = {}  # what was predicted so far, by batch size
         self._build_s = time.perf_counter() - started
-
-    def _has_stand_in(self) -> bool:
-        return self.config.operator.pdet.attention in FUSED_KERNELS  # on CUDA too: FlexAttention compiles for real
 
     def at(self, batch_size: int | None = None) -> Footprint:
         """The footprint at a batch size; the config's own if none is given."""
         size = batch_size or self.config.training.batch_size
-        if size not in self._seen:
+        if size not in self.seen:
             started = time.perf_counter()
             with torch.random.fork_rng(devices=[]), self._fake:
                 account = self._rehearsal.account(size, self.config.training.cpu_offload_optimizer)
             account = self._of_one_rank(account).rounded(self.granularity)
             seconds = time.perf_counter() - started + self._build_s
-            self._seen[size] = Footprint(account.peak(), account, "predicted", seconds, self._notes())
-        return self._seen[size]
-
-    @property
-    def seen(self) -> dict[int, Footprint]:
-        """What was predicted so far, by batch size."""
-        return dict(sorted(self._seen.items()))
+            self.seen[size] = Footprint(account.peak(), account, "predicted", seconds, self._notes())
+        return self.seen[size]
 
     def parameters_by_optimizer(self) -> tuple[int, int]:
         """How many parameters Muon trains, with one moment, and how many AdamW, with two."""
@@ -244,7 +237,7 @@ class Predictor:
 
     def _notes(self) -> tuple[str, ...]:
         training, notes = self.config.training, []
-        if self._has_stand_in():
+        if self._has_stand_in:
             kernel = self.config.operator.pdet.attention
             notes.append(f"{kernel} attention predicted as the fused kernel of sdpa, which keeps no scores either")
         if training.compile:

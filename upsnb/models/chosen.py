@@ -24,7 +24,7 @@ from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, Problem
-from upsnb.models.surrogate import Surrogate, set_checkpointing
+from upsnb.models.surrogate import Surrogate
 from upsnb.models.wrapped import Wrapped
 from upsnb.overlays import project_root
 
@@ -87,7 +87,6 @@ def build(config: RunConfig, specs: dict[str, DatasetSpec]) -> Surrogate:
     if not isinstance(model, Surrogate):
         remedy = "return a Surrogate, or name the nn.Module class itself"
         raise _refused(config, f"returned a {type(model).__name__}", remedy)
-    set_checkpointing(model.blocks(), config.operator.pdet)
     return model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from upsnb.config import OperatorConfig
 from upsnb.data.spec import DatasetSpec
-from upsnb.models.geometry import grid_points, neighbours, pad, resample, sample_at
+from upsnb.models.geometry import CONVOLUTIONS, grid_points, neighbours, pad, resample, sample_at
 from upsnb.models.transformer import Attention, Mlp, rotary_table
 
 
@@ -28,8 +28,8 @@ class PatchEncoder(nn.Module):
     def __init__(self, spec: DatasetSpec, dim: int):
         super().__init__()
         self.spec = spec
-        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spec.num_dims - 1]
-        self.embed = conv(spec.input_frames * spec.input_channels, dim, 2 * spec.patch, stride=spec.patch)
+        channels = spec.input_frames * spec.input_channels
+        self.embed = CONVOLUTIONS[spec.num_dims - 1](channels, dim, 2 * spec.patch, stride=spec.patch)
         # Rotary positions are relative; where the domain has walls, a token must also know how far away they are.
         walls = not all(spec.periodic)
         self.position = nn.Parameter(torch.zeros(math.prod(spec.token_grid), dim)) if walls else None

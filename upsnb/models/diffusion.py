@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from dataclasses import replace
 
 import torch
@@ -126,9 +127,17 @@ class Denoising(Surrogate):
         for row, value in zip(getattr(self, f"spread_{name}"), values, strict=True):
             row.copy_(value)
 
-    def at(self, name: str, y: Tensor, points: Tensor | None) -> Tensor:
-        """A forecast on the grid where it was asked for."""
+    def predict(self, name, x, parameters, relative_dt, points=None) -> Tensor:
+        """What is made of the frozen model's forecast; random numbers may stand after the parameters."""
+        count = self.specs[name].num_parameters
+        known, drawn = parameters[:, :count], parameters[:, count:]
+        forecast = self.before.predict(name, x, known, relative_dt).float()
+        y = self.improved(name, forecast, drawn, (x, known, relative_dt))
         return y if points is None else sample_at(y, points, self.specs[name].periodic)
+
+    @abstractmethod
+    def improved(self, name: str, forecast: Tensor, drawn: Tensor, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """A better forecast, by (B, num_draws) or (B, 0) random numbers; `given`: x, parameters and relative_dt."""
 
     # -- what phases act on: the denoiser, and where weights are sharded the frozen model too ------------------------
 
@@ -161,14 +170,12 @@ class ResidualDiffusion(Denoising):
     # which they are for
     SPREADS = "seen", "unseen"
 
-    def predict(self, name, x, parameters, relative_dt, points=None) -> Tensor:
-        """The forecast and a correction, drawn from the random numbers that stand after the parameters."""
-        count = self.specs[name].num_parameters
-        known, drawn = parameters[:, :count], parameters[:, count:]
-        forecast = self.before.predict(name, x, known, relative_dt).float()
+    def improved(self, name, forecast, drawn, given) -> Tensor:
+        """The forecast and a correction, drawn from the random numbers, the middle of what might be without any."""
+        x, *condition = given
         z = HIGHEST * drawn.reshape(forecast.shape) if drawn.shape[1] else torch.zeros_like(forecast)
-        correction = self.correction(name, z, (x, forecast, known, relative_dt))
-        return self.at(name, forecast + self.spread(name, "unseen", x.dim() - 3) * correction, points)
+        correction = self.correction(name, z, (x, forecast, *condition))
+        return forecast + self.spread(name, "unseen", x.dim() - 3) * correction
 
     def correction(self, name: str, z: Tensor, given: tuple[Tensor, ...]) -> Tensor:
         """What noise of the highest level becomes as it is taken away, by DPM-Solver++(2M) (arXiv 2211.01095)."""
@@ -242,11 +249,9 @@ class Refined(Denoising):
             return x.new_zeros(len(x), 1, spec.output_channels, *x.shape[3:])
         return x[:, -1:, : spec.output_channels]
 
-    def predict(self, name, x, parameters, relative_dt, points=None) -> Tensor:
-        """The refined forecast; where no random numbers stand after the parameters, with the same noise each time."""
-        count = self.specs[name].num_parameters
-        known, drawn = parameters[:, :count], parameters[:, count:]
-        forecast, still = self.before.predict(name, x, known, relative_dt).float(), self.still(name, x)
+    def improved(self, name, forecast, drawn, given) -> Tensor:
+        """The forecast refined; without random numbers with the same noise each time."""
+        x, still = given[0], self.still(name, given[0])
         change = self.spread(name, "change", x.dim() - 3)
         if drawn.shape[1]:
             noise = drawn.reshape(len(x), REFINEMENTS, *forecast.shape[1:]).transpose(0, 1)
@@ -255,5 +260,5 @@ class Refined(Denoising):
             noise = same.unsqueeze(1).to(x.device)
         z = (forecast - still) / change
         for level, added in zip(self.levels(name), noise):
-            z, _ = denoise(self.denoiser, name, z + level * added, level.expand(len(x)), (x, known, relative_dt))
-        return self.at(name, still + change * z, points)
+            z, _ = denoise(self.denoiser, name, z + level * added, level.expand(len(x)), given)
+        return still + change * z

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from upsnb.models.fourier import convolve, matrices
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+from upsnb.models.geometry import CONVOLUTIONS
 
 
 class FourierBlock(nn.Module):

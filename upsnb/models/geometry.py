@@ -6,7 +6,9 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def grid_points(shape: tuple[int, ...], device=None) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -56,29 +58,25 @@ class Network(nn.Module, ABC):
 
     def lacks(self, config: RunConfig) -> list[Problem]:
         """What a config asks for that there is nothing of in this model."""
-        pdet, training, blocks, found = config.operator.pdet, config.training, self.blocks(), []
-
-        def has_no(asked: bool, path: str, what: str, remedy: str) -> None:
-            if asked:
-                found.append(Problem(path, f"{self.called} {what}", remedy))
-
-        off, sampling = "set it to false", training.query_sampling
+        pdet, training, blocks, off = config.operator.pdet, config.training, self.blocks(), "set it to false"
+        sampling = training.query_sampling
         unnamed = training.compile and training.use_fsdp2 and not self.compiled()
-        has_no(unnamed, "training.compile", "names no blocks() to compile and is sharded", off)
-        recompute = pdet.use_activation_checkpoint and not blocks
-        has_no(recompute, "operator.pdet.use_activation_checkpoint", "names no blocks() to recompute", off)
+        recomputed = pdet.use_activation_checkpoint and not blocks
         in_parts = pdet.checkpoint_parts != "all" and not all(hasattr(block, "recompute") for block in blocks)
-        has_no(in_parts, "operator.pdet.checkpoint_parts", "has blocks that are recomputed as a whole", "set it to all")
         attends = pdet.attention == "sdpa" or any(hasattr(block, "attention") for block in blocks)
-        has_no(not attends, "operator.pdet.attention", "has no attention to choose a kernel for", "set it to sdpa")
         scattered = (sampling.num_queries or sampling.jitter) and not self.any_points
-        remedy = "empty num_queries, set jitter to 0"
-        has_no(bool(scattered), "training.query_sampling", "predicts on its grid only", remedy)
         walls = training.lambda_boundary > 0 and not self.any_points
-        has_no(walls, "training.lambda_boundary", "cannot be asked beyond its grid", "set it to 0")
         half = training.amp and training.amp_dtype != "float32" and self._is_complex()
-        has_no(half, "training.amp", "has complex weights, which have no half precision", off)
-        return found
+        asked = (
+            (unnamed, "training.compile", "names no blocks() to compile and is sharded", off),
+            (recomputed, "operator.pdet.use_activation_checkpoint", "names no blocks() to recompute", off),
+            (in_parts, "operator.pdet.checkpoint_parts", "has blocks that are recomputed as a whole", "set it to all"),
+            (not attends, "operator.pdet.attention", "has no attention to choose a kernel for", "set it to sdpa"),
+            (scattered, "training.query_sampling", "predicts on its grid only", "empty num_queries, set jitter to 0"),
+            (walls, "training.lambda_boundary", "cannot be asked beyond its grid", "set it to 0"),
+            (half, "training.amp", "has complex weights, which have no half precision", off),
+        )
+        return [Problem(path, f"{self.called} {what}", remedy) for missing, path, what, remedy in asked if missing]
 
     def forbids(self, config: RunConfig) -> list[Problem]:
         """What a config asks for that would go wrong with the weights and norms of this model."""
@@ -88,9 +86,9 @@ class Network(nn.Module, ABC):
             why = f"weights of {self.called} are {' and '.join(sorted(dtypes))}, and FSDP2 shards those of one type"
             found.append(Problem("training.use_fsdp2", why, off))
         if self._is_complex():
+            why = f"{self.called} has complex weights, and it takes real ones"
             where = "optimizer.fused", "training.cpu_offload_optimizer", "training.use_fsdp2"
-            for path in (path for path in where if setting(config, path)):
-                found.append(Problem(path, f"{self.called} has complex weights, and it takes real ones", off))
+            found += [Problem(path, why, off) for path in where if setting(config, path)]
         moving = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
         inside = (module for block in self.blocks() for module in block.modules())
         if config.operator.pdet.use_activation_checkpoint and any(
@@ -104,3 +102,14 @@ class Network(nn.Module, ABC):
 
     def _is_complex(self) -> bool:
         return any(parameter.is_complex() for parameter in self.parameters())
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it a model is in evaluation mode, and afterwards as it was found."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -31,22 +31,20 @@ class Surrogate(Network):
         for name, spec in specs.items():
             for key in STATISTICS:
                 self._constant(f"{name}_{key}", torch.tensor(getattr(spec, key)))
-            for side in ("input", "output"):
-                self._constant(
-                    f"{name}_{side}_zero", -self.constant(name, f"{side}_mean") / self.constant(name, f"{side}_std")
-                )
+            for side in ("input", "output"):  # where a physical zero lies in normalised units
+                mean, std = (self.constant(name, f"{side}_{key}") for key in ("mean", "std"))
+                self._constant(f"{name}_{side}_zero", -mean / std)
 
     def _constant(self, name: str, value: Tensor) -> None:
         self.register_buffer(f"constant_{name}", value.float(), persistent=False)
 
     def constant(self, name: str, key: str, num_dims: int = 0) -> Tensor:
-        """A statistic of a dataset by channel, (C,) float32; (C, 1, ...) to go before so many axes of space."""
+        """A statistic of a dataset by channel, (C,) float32; (C, 1, ...) to go before so many axes of space.
+
+        `key` is one of STATISTICS, or `input_zero` or `output_zero`.
+        """
         value = getattr(self, f"constant_{name}_{key}")
         return value.reshape(-1, *(1,) * num_dims) if num_dims else value
-
-    def normalised_zero(self, name: str, num_dims: int, side: str = "output") -> Tensor:
-        """Where a physical zero lies in normalised units, (C, 1, ...) before so many axes of space."""
-        return self.constant(name, f"{side}_zero", num_dims)
 
     # -- what a model writes ------------------------------------------------------------------------------------------
 
@@ -100,9 +98,9 @@ class Surrogate(Network):
         mean, std = (self.constant(name, f"{side}_{key}", fields.dim() - 3) for key in ("mean", "std"))
         return (fields - mean) / std
 
-    def denormalise(self, name: str, fields: Tensor, side: str = "output") -> Tensor:
-        """The way back, on a grid or at points."""
-        mean, std = (self.constant(name, f"{side}_{key}", fields.dim() - 3) for key in ("mean", "std"))
+    def denormalise(self, name: str, fields: Tensor) -> Tensor:
+        """Forecasts back to physical units, on a grid or at points."""
+        mean, std = (self.constant(name, f"output_{key}", fields.dim() - 3) for key in ("mean", "std"))
         return fields * std + mean
 
     def normalise_parameters(self, name: str, parameters: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -119,6 +117,11 @@ class Surrogate(Network):
         reference = self.specs[name].dt
         return torch.full((fields.shape[0],), dt / reference if reference else 1.0, device=fields.device)
 
+    def normalised(self, name: str, fields: Tensor, parameters: Tensor, dt: float) -> tuple[Tensor, Tensor, Tensor]:
+        """What `predict` is given for physical input frames and parameters: x, parameters, relative_dt."""
+        x, condition = self.normalise(name, fields), self.normalise_parameters(name, parameters)
+        return x, condition, self.relative_dt(name, fields, dt)
+
     def forward(self, name: str, fields: Tensor, parameters: Tensor, dt: float, points: Tensor | None = None) -> Tensor:
         """One call: input frames to output frames.
 
@@ -131,8 +134,7 @@ class Surrogate(Network):
         Returns:
             (B, output_frames, C_out, *grid) or (B, output_frames, C_out, Q) float32, physical units.
         """
-        x, condition = self.normalise(name, fields), self.normalise_parameters(name, parameters)
-        y = self.predict(name, x, condition, self.relative_dt(name, fields, dt), points)
+        y = self.predict(name, *self.normalised(name, fields, parameters, dt), points)
         return self.denormalise(name, y.float())
 
     def rollout(

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from upsnb.models.geometry import pad_axis
+from upsnb.models.geometry import CONVOLUTIONS, pad_axis
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 GROUPS = 8  # of a norm: no statistics over a batch, so that microbatches and ranks change nothing
 

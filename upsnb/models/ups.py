@@ -157,7 +157,7 @@ class UPS(Surrogate):
         amplitude = math.prod(widths) ** (2 / len(widths))
         factor = wall_factor(grid_points(shape, values.device) if points is None else points, shape, spec)
         factor = amplitude * (factor.unflatten(0, shape) if points is None else factor)
-        zero = self.normalised_zero(name, values.dim() - 3)
+        zero = self.constant(name, "output_zero", values.dim() - 3)
         return factor * (values - zero) + zero
 
     def reconstruct(self, name: str, z_BLD: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -12,6 +12,7 @@ from upsnb.config import ModelConfig
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, DataError, Problem
 from upsnb.models.geometry import grid_points
+from upsnb.models.network import evaluating
 from upsnb.models.surrogate import Surrogate
 
 PASSED = ("parameters", "dt", "grid")  # to a forward that names them, beside the fields
@@ -83,17 +84,14 @@ class Wrapped(Surrogate):
         spec = self.specs[name]
         if (said := super().refuses(name, grid)) or grid == spec.grid_shape:
             return said
-        like, was = next(self.parameters()), self.training
-        x = torch.zeros(1, spec.input_frames, spec.input_channels, *grid, device=like.device)
-        self.eval()  # or batch norm would remember the trial
+        device = next(self.parameters()).device
+        x = torch.zeros(1, spec.input_frames, spec.input_channels, *grid, device=device)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), evaluating(self):  # or batch norm would remember the trial
                 self.predict(name, x, x.new_zeros(1, spec.num_parameters), x.new_ones(1))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             trained = " x ".join(map(str, spec.grid_shape))
             return f"{self.called} was built for {trained} and takes no other ({_first_line(error)})"
-        finally:
-            self.train(was)
         return ""
 
     def blocks(self) -> list[nn.Module]:

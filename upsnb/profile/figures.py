@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -21,10 +19,9 @@ from upsnb.report.style import (
     legend,
     name_rows,
     note,
-    save_all,
     styled,
+    writer,
 )
-from upsnb.runs.runfolder import REPORT
 from upsnb.spans import OTHER
 
 LEAST_DRAWN = 0.005  # of a step; smaller parts would be labels without bars
@@ -98,7 +95,4 @@ def answers_table(report: Mapping) -> pd.DataFrame:
     return pd.Series({f"{question}?": found["answer"] for question, found in report["questions"].items()}).to_frame("")
 
 
-def write_figures(folder: Path | str) -> dict[str, Path]:
-    """Draw a profile from its report into `figures/`; figure name -> PNG."""
-    report = json.loads((Path(folder) / REPORT).read_text())
-    return save_all({"where_a_step_goes": where_a_step_goes(report), "start_up": start_up(report)}, folder)
+write_figures = writer(lambda report: {"where_a_step_goes": where_a_step_goes(report), "start_up": start_up(report)})

@@ -10,7 +10,6 @@ one of them, which never writes its scores.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -53,42 +52,24 @@ class Unread:
         return torch.zeros(len(pairs), *self.shape, device=device)
 
 
-def flops_per_microbatch(
+def per_microbatch(
     config: RunConfig,
     datasets: dict[str, Dataset],
     stage: str = OPERATOR,
     progress: float = 0.0,
     kept: Collection[str] = (),
+    nbytes: bool = False,
 ) -> dict[str, float]:
-    """Forward and backward of one rank's microbatch by dataset, mean over a turn of the losses, here in a stage.
+    """Operations of one rank's microbatch by dataset, forward and backward, mean over a turn of the losses.
+
+    Counted on fake tensors: in a second, on any machine, without memory or the model that trains.
 
     Args:
         kept: datasets whose frozen forecasts the stage reads and does not compute.
+        nbytes: instead of operations the bytes that these have to read and write, in the step's dtype.
     """
-    return _per_microbatch(config, datasets, (stage, progress, kept), None, "math", count)
-
-
-def bytes_per_microbatch(
-    config: RunConfig,
-    datasets: dict[str, Dataset],
-    stage: str = OPERATOR,
-    progress: float = 0.0,
-    kept: Collection[str] = (),
-) -> dict[str, float]:
-    """The same of the bytes that what is counted has to read and write, in the step's dtype."""
-    return _per_microbatch(config, datasets, (stage, progress, kept), amp_dtype(config), "sdpa", count_bytes)
-
-
-def _per_microbatch(
-    config: RunConfig,
-    datasets: dict[str, Dataset],
-    where: tuple[str, float, Collection[str]],
-    dtype: torch.dtype | None,
-    attention: str,
-    counter: Callable,
-) -> dict[str, float]:
-    """Counted on fake tensors: in a second, on any machine, without memory or the model that trains."""
-    plain, counts, (stage, progress, kept) = overlays.apply(config, PLAIN), {}, where
+    counter, attention, dtype = (count_bytes, "sdpa", amp_dtype(config)) if nbytes else (count, "math", None)
+    plain, counts = overlays.apply(config, PLAIN), {}
     training, calls, zeros = plain.training, plain.calls(stage), workload.of(plain).zeros
     with FakeTensorMode():
         loss = stages.build(plain, datasets, stage)
@@ -224,15 +205,13 @@ def _fastest(work: Callable, device: torch.device) -> float:
     return min(_seconds(work, device, repeats) for _ in range(2))
 
 
-@torch.no_grad()
 def _seconds(work: Callable, device: torch.device, repeats: int) -> float:
-    if device.type == "cuda":
+    if device.type == "cuda":  # or the device would still be at something else between the marks
         torch.cuda.synchronize(device)
-    begin, host = mark(device), time.perf_counter()
+    begin = mark(device)
     for _ in range(repeats):
         work()
     end = mark(device)
     if device.type == "cuda":
         end.synchronize()
-        return elapsed_ms(begin, end) / 1e3 / repeats
-    return (time.perf_counter() - host) / repeats
+    return elapsed_ms(begin, end) / 1e3 / repeats

@@ -24,6 +24,7 @@ from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.training import parallel
 from upsnb.training.losses import turn
+from upsnb.training.offload import local
 from upsnb.training.parallel import Ranks
 from upsnb.training.precision import amp_dtype
 from upsnb.training.setup import Setup
@@ -156,10 +157,8 @@ class Profiler:
                 objective = self.setup.objective
                 where = self.config, self.setup.datasets, self.setup.stage, objective.progress
                 where += (getattr(objective, "forecasts", ()),)
-                for kind, counted in (
-                    ("flops", counting.flops_per_microbatch(*where)),
-                    ("product_bytes", counting.bytes_per_microbatch(*where)),
-                ):
+                for kind, nbytes in (("flops", False), ("product_bytes", True)):
+                    counted = counting.per_microbatch(*where, nbytes=nbytes)
                     mean = sum(counted[name] * share for name, share in self.setup.loader.shares.items())
                     record[f"{kind}_per_step"] = mean * self.config.training.accum_steps
         except (RuntimeError, ValueError, OSError) as error:
@@ -208,8 +207,8 @@ class Profiler:
             "step_ms": sum(self.parts_ms.values()),
             "parts_ms": self.parts_ms,
             "parameters": parameters_by_part(setup.model),
-            "state_gib": sum(_local(value).nbytes for value in tensors if torch.is_tensor(value)) / 2**30,
-            "gradients_gib": sum(_local(p).nbytes for p in setup.model.parameters() if p.requires_grad) / 2**30,
+            "state_gib": sum(local(value).nbytes for value in tensors if torch.is_tensor(value)) / 2**30,
+            "gradients_gib": sum(local(p).nbytes for p in setup.model.parameters() if p.requires_grad) / 2**30,
             "peak_memory_gib": peak_memory_gib(device),
             "device_memory_gib": machine.device_memory_gib,
         }
@@ -225,8 +224,3 @@ def parameters_by_part(model: Surrogate) -> dict:
     parts = model.parts()
     codecs = {name: sum(map(count_parameters, parts.get(name, ()))) for name in model.specs}
     return {"operator": count_parameters(model) - sum(codecs.values()), "codecs": codecs}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -157,7 +157,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
         "samples_per_s": steady_throughput(events),
         "parts_ms": parts,
         "shares": shares,
-        "shares_by_rank": [_shares(rank) for rank in ranks],
+        "shares_by_rank": [{name: ms / sum(own.values()) for name, ms in own.items()} for own in map(partition, ranks)],
         "inverse_share_of_forward": marked[INVERSE] / sum(marked.values()),
         "flops_per_step": ranks[0]["flops_per_step"],  # of one rank, matrix products of forward and backward
         "matrix_peak_tflops": peak,
@@ -179,7 +179,7 @@ def report(run: Run, folder: Path | str | None = None) -> dict:
     }
     verdicts = {name: Verdict(*said) for name, said in run.manifest.get("verdicts", {}).items()}
     report["findings"] = findings(report, config, machine, verdicts)
-    report["questions"] = questions(report, ranks, config)
+    report["questions"] = questions(report, ranks, config, stage)
     return finish(report, folder, run.manifest)
 
 
@@ -196,11 +196,6 @@ def floor(ranks: list[Mapping], peak_tflops: float) -> dict[str, float]:
     nbytes = first["product_bytes_per_step"] + (2 * first["state_gib"] + first["gradients_gib"]) * 2**30
     parts = {"products_ms": first["flops_per_step"] / peak_tflops / 1e9, "bytes_ms": nbytes / bandwidth / 1e6}
     return {"ms": sum(parts.values()), **parts, "nbytes": nbytes, "bandwidth_gb_per_s": bandwidth}
-
-
-def _shares(rank: Mapping) -> dict[str, float]:
-    parts = partition(rank)
-    return {name: value / sum(parts.values()) for name, value in parts.items()}
 
 
 def start_up(run: Run, events: list[dict]) -> dict[str, float]:
@@ -284,14 +279,12 @@ def findings(
 # -- five questions ----------------------------------------------------------------------------------------------------
 
 
-def questions(report: Mapping, ranks: list[dict], config: RunConfig) -> dict[str, dict]:
+def questions(report: Mapping, ranks: list[dict], config: RunConfig, stage: str) -> dict[str, dict]:
     """Five questions, each with a number and an answer in a sentence or two."""
     shares, step_s = report["shares"], report["step_ms"] / 1e3
     busy = sum(shares[name] for name in COMPUTED)
-    headroom, room = _headroom(report, config)
     waiting = shares[DATA] + shares[COPY]
     start_s = sum(value for name, value in report["start_up_s"].items() if not name.startswith("compiling"))
-    more, speedup = _more_ranks(report, ranks, config)
     compiled = report["start_up_s"].get("compiling, all steps", 0.0)
     return {
         "is the device busy": {
@@ -299,7 +292,7 @@ def questions(report: Mapping, ranks: list[dict], config: RunConfig) -> dict[str
             "answer": f"It computes in {busy:.0%} of a step, at {report['mfu']:.1%} of its matrix peak of "
             f"{report['matrix_peak_tflops']:.3g} TFLOP/s ({report['matrix_peak']['dtype']}).",
         },
-        "how much batch headroom": {"value": headroom, "answer": room},
+        "how much batch headroom": _headroom(report, config),
         "is it data or compute": {
             "value": waiting,
             "answer": f"{'Data' if waiting > busy else 'Compute'}: {waiting:.1%} of a step waits for data, "
@@ -310,41 +303,42 @@ def questions(report: Mapping, ranks: list[dict], config: RunConfig) -> dict[str
             "answer": f"{start_s:.1f} s from launch to the first step, the time of {start_s / step_s:,.0f} steps"
             + (f"; compiling took {compiled:.1f} s in all." if compiled else "."),
         },
-        "would more GPUs help": {"value": speedup, "answer": more},
+        "would more GPUs help": _more_ranks(report, ranks, config, stage),
     }
 
 
-def _headroom(report: Mapping, config: RunConfig) -> tuple[float, str]:
+def _headroom(report: Mapping, config: RunConfig) -> dict:
     """How many times larger a microbatch may be, as predicted for the memory of this device."""
     sharing = report["num_ranks"] if report["device"] == "cpu" else 1  # CPU ranks share the memory of the host
     usable = plan.usable_bytes(report["device_memory_gib"] / sharing)
     predictor, batch = predict.Predictor(config), config.training.batch_size
     largest = plan.largest_batches(predictor, {plan.THIS_MACHINE: usable})[plan.THIS_MACHINE]
-    return largest / batch, (
-        f"A microbatch of {batch} pairs is predicted to take {predictor.at(batch).gib:.2f} of {usable / 2**30:.1f} GiB "
-        f"{'a rank' if sharing > 1 else 'here'}, and {largest:,} pairs would fit."
-    )
+    return {
+        "value": largest / batch,
+        "answer": f"A microbatch of {batch} pairs is predicted to take {predictor.at(batch).gib:.2f} of "
+        f"{usable / 2**30:.1f} GiB {'a rank' if sharing > 1 else 'here'}, and {largest:,} pairs would fit.",
+    }
 
 
-def _more_ranks(report: Mapping, ranks: list[dict], config: RunConfig) -> tuple[str, float]:
-    """What the step says of more ranks, and the largest speedup of twice as many or, with several, of these."""
+def _more_ranks(report: Mapping, ranks: list[dict], config: RunConfig, stage: str) -> dict:
+    """The largest speedup of twice as many ranks or, with several, of these, and what the step says of more."""
     shares, step_s, count = report["shares"], report["step_ms"] / 1e3, len(ranks)
     host = " These ranks are CPU processes, which share cores." if report["device"] == "cpu" else ""
     if count == 1:
-        sent = bytes_per_step(ranks[0]["parameters"], config, 2)
+        sent = bytes_per_step(ranks[0]["parameters"], config, 2, stage)
         needed = sent / (LEAST_SHARE * step_s) / 1e9
-        return (
-            f"On 2 ranks each would send {sent / 1e6:.3g} MB a step (computed); a link of {needed:.2g} GB/s keeps that "
-            f"below {LEAST_SHARE:.0%} of a step even if nothing hides it. notebooks/05_scaling.ipynb measures it."
-            + host,
-            2 * (1 - shares[DATA]),
-        )
-    efficiency = 1 - shares[COMMUNICATION]
-    return (
-        f"Communication that nothing hides takes {shares[COMMUNICATION]:.0%} of a step on {count} ranks: they are at "
-        f"most {count * efficiency:.2f} times as fast as one.{host}",
-        count * efficiency,
-    )
+        return {
+            "value": 2 * (1 - shares[DATA]),
+            "answer": f"On 2 ranks each would send {sent / 1e6:.3g} MB a step (computed); a link of {needed:.2g} GB/s "
+            f"keeps that below {LEAST_SHARE:.0%} of a step even if nothing hides it. notebooks/05_scaling.ipynb "
+            f"measures it.{host}",
+        }
+    speedup = count * (1 - shares[COMMUNICATION])
+    return {
+        "value": speedup,
+        "answer": f"Communication that nothing hides takes {shares[COMMUNICATION]:.0%} of a step on {count} ranks: "
+        f"they are at most {speedup:.2f} times as fast as one.{host}",
+    }
 
 
 def summary(report: Mapping) -> str:

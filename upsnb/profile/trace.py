@@ -72,8 +72,11 @@ def read(path: Path | str, num_steps: int) -> dict:
         parts[event["name"].removeprefix(PREFIX)].append(_span(event))
     parts = {name: union(spans) for name, spans in parts.items()}
     work, sent = _device_work(events)
-    if not work:
+    on_device = bool(work)
+    if not on_device:
         work, sent = _host_work(events)
+    # An operator inside another counts for the outer one alone; kernels hold no others.
+    calls, collectives = (work, sent) if on_device else (_outermost(work), _outermost(sent))
     busy, sending = union(map(_span, work)), union(map(_span, sent))
     per_step = 1e-3 / num_steps  # times in a trace are microseconds
     numbers = {}
@@ -84,16 +87,14 @@ def read(path: Path | str, num_steps: int) -> dict:
             "busy_ms": length(intersection(busy, inside)) * per_step,
             "communication_ms": alone * per_step,
         }
-    inverse = _differentiating(events, ranges, parts.get("inverse losses", union([])), work)
+    inverse = _differentiating(events, ranges, parts.get("inverse losses", union([])), work, on_device)
     return {
         "parts": numbers,
         "inverse_backward_ms": length(intersection(inverse, parts.get("backward", union([])))) * per_step,
         "communication_ms": length(sending) * per_step,
-        "collectives": _table(sent, num_steps, key=_collective),
-        "operations": dict(list(_table(work, num_steps).items())[:10]),
-        "num_launches": round(len(work if "correlation" in work[0].get("args", {}) else _outermost(work)) / num_steps)
-        if work
-        else 0,
+        "collectives": _table(collectives, num_steps, key=_collective),
+        "operations": dict(list(_table(calls, num_steps).items())[:10]),
+        "num_launches": round(len(calls) / num_steps),
     }
 
 
@@ -127,7 +128,9 @@ def _host_work(events: list[dict]) -> tuple[list[dict], list[dict]]:
     return work, [e for e in events if e["name"].startswith("gloo:")]
 
 
-def _differentiating(events: list[dict], ranges: list[dict], inside: np.ndarray, work: list[dict]) -> np.ndarray:
+def _differentiating(
+    events: list[dict], ranges: list[dict], inside: np.ndarray, work: list[dict], on_device: bool
+) -> np.ndarray:
     """When the device differentiates what was computed within some ranges.
 
     Autograd gives each operation of the forward pass a number, which the node that differentiates it carries.
@@ -138,12 +141,12 @@ def _differentiating(events: list[dict], ranges: list[dict], inside: np.ndarray,
         for e in events
         if e.get("tid") == thread and "Sequence number" in e.get("args", {}) and not e["name"].startswith(NODE)
         # its middle: clocks of a range and of the operation that follows it can agree
-        if len(inside) and _within(inside, e["ts"] + e["dur"] / 2)
+        if _within(inside, e["ts"] + e["dur"] / 2)
     }
     nodes = [e for e in events if e["name"].startswith(NODE) and e["args"].get("Sequence number") in numbers]
+    if not on_device:
+        return intersection(union(map(_span, work)), union(map(_span, nodes)))
     spans = {tid: union(_span(e) for e in nodes if e["tid"] == tid) for tid in {e["tid"] for e in nodes}}
-    if not work or "correlation" not in work[0].get("args", {}):
-        return intersection(union(map(_span, work)), union(_span(e) for e in nodes))
     launches = {
         e["args"]["correlation"]: e
         for e in events
@@ -178,10 +181,9 @@ def _outermost(work: list[dict]) -> list[dict]:
 
 
 def _table(events: list[dict], num_steps: int, key=str) -> dict[str, dict]:
-    """{name: {"calls", "ms"}} a step, longest first; an operator inside another counts for the outer one alone."""
-    found = defaultdict(lambda: [0, 0.0])
-    for event in events if events and events[0].get("cat") in DEVICE_WORK else _outermost(events):
-        row = found[key(event["name"])]
-        row[0], row[1] = row[0] + 1, row[1] + event["dur"]
-    rows = sorted(found.items(), key=lambda item: -item[1][1])
-    return {name: {"calls": calls / num_steps, "ms": us * 1e-3 / num_steps} for name, (calls, us) in rows}
+    """{name: {"calls", "ms"}} a step, longest first."""
+    found = defaultdict(list)
+    for event in events:
+        found[key(event["name"])].append(event["dur"])
+    rows = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return {name: {"calls": len(us) / num_steps, "ms": sum(us) * 1e-3 / num_steps} for name, us in rows}

@@ -85,7 +85,7 @@ class RunFigures:
         kept, family = self._examples(name), family_of(self.config.data.datasets[name])
         truth, forecast, inputs = kept["truth"][:, :, 0], kept["forecast"][:, :, 0], kept["inputs"][:, -1, 0]
         picks, nrmse = _picks(len(truth)), kept["nrmse"]
-        what, quantity = f"{name}, {self.split} split", family.quantity(family.output_channels[0])
+        what = f"{name}, {self.split} split"
         if truth.ndim == 3:
             i = len(picks) // 2
             times = kept["times"][-truth.shape[1] :]
@@ -94,9 +94,7 @@ class RunFigures:
                 f"{what}: over {len(times)} frames the {picks[i]} sample (number {kept['samples'][i]}) has an nRMSE of "
                 f"{nrmse[i]:.2g}, its largest error is {largest:.2g}"
             )
-            return plots.prediction_truth_error_1d(
-                kept["x"], truth[i], forecast[i], times, quantity=quantity, title=title
-            )
+            return plots.prediction_truth_error_1d(family, kept["x"], truth[i], forecast[i], times, title=title)
         samples = [
             plots.FieldSample(
                 pick, _upright(inputs[i]), _upright(truth[i, -1]), _upright(forecast[i, -1]), float(nrmse[i])
@@ -106,11 +104,7 @@ class RunFigures:
         told = ", ".join(f"{value:.2g} ({pick})" for pick, value in zip(picks, nrmse))
         what += SLICE * (truth.ndim == 5)
         title = f"{what}, of {self.results[name]['num_samples']} samples: an nRMSE of {told}"
-        extent = family.domain[0] + family.domain[1]
-        given = family.quantity(family.input_channels[0])
-        return plots.prediction_truth_error_2d(
-            samples, quantity=quantity, input_quantity=given, extent=extent, title=title
-        )
+        return plots.prediction_truth_error_2d(family, samples, title=title)
 
     @once
     def rollout(self, name: str) -> Figure:
@@ -149,7 +143,7 @@ class RunFigures:
             f"{name}{when}: the error's energy {found}; mean of all {result['num_samples']} samples of the "
             f"{self.split} split"
         )
-        return plots.spectra(wavenumber, curves, quantity=family.quantity(family.output_channels[0]), title=title)
+        return plots.spectra(wavenumber, curves, quantity=plots.predicted(family), title=title)
 
     @once
     def losses(self) -> Figure:
@@ -171,7 +165,7 @@ class RunFigures:
         if checks:
             told = ", ".join(f"{name} {values[-1]:.2g}" for name, (_, values) in validation.items())
             title += f"; validation {self.said['metric']} after step {next(reversed(checks)):,}: {told}"
-        return plots.loss_terms(list(steps), curves, validation=validation, metric=self.said["metric"], title=title)
+        return plots.loss_terms(list(steps), curves, validation, metric=self.said["metric"], title=title)
 
     @once
     def throughput(self) -> Figure:
@@ -266,18 +260,12 @@ def answers(dataset: Dataset, found: Mapping[tuple[int, ...], tuple]) -> Figure:
         rows.append((truth[0, :, 0], forecast[0, :, 0]) if len(grid) == 1 else plots.FieldSample(size, *last, nrmse))
         errors.append(f"{nrmse:.2g} on {size} points")
     title = f"{dataset.name}, a test sample: an nRMSE of {', '.join(errors)}"
-    quantity = family.quantity(family.output_channels[0])
     if dataset.spec.num_dims > 1:
-        title += SLICE * (dataset.spec.num_dims == 3)
-        extent = family.domain[0] + family.domain[1]
-        given = family.quantity(family.input_channels[0])
-        return plots.prediction_truth_error_2d(
-            rows, quantity=quantity, input_quantity=given, extent=extent, title=title
-        )
+        return plots.prediction_truth_error_2d(family, rows, title=title + SLICE * (dataset.spec.num_dims == 3))
     (length,), (low, high) = grid, family.domain[0]
     x = low + (high - low) * (np.arange(length) + 0.5) / length
     times = dataset.source.times[dataset.frames][-truth.shape[1] :]
-    return plots.prediction_truth_error_1d(x, *rows[-1], times, quantity=quantity, title=title)
+    return plots.prediction_truth_error_1d(family, x, *rows[-1], times, title=title)
 
 
 def members(dataset: Dataset, truth, drawn) -> Figure:
@@ -288,18 +276,14 @@ def members(dataset: Dataset, truth, drawn) -> Figure:
         drawn: (members, T, C, *grid).
     """
     family, truth, drawn = dataset.family, np.asarray(truth)[:, 0], np.asarray(drawn)[:, :, 0]
-    quantity = family.quantity(family.output_channels[0])
     error, spread = np.sqrt(np.mean((drawn.mean(0) - truth) ** 2)), np.sqrt(drawn.var(0, ddof=1).mean())
     title = f"{dataset.name}, {len(drawn)} members of one sample: error of their mean {error:.2g}, spread {spread:.2g}"
     if truth.ndim == 2:
         times = dataset.source.times[dataset.frames][-len(truth) :]
         x = dataset.source.coordinates[0]
-        return plots.members_1d(x, times, truth, drawn, quantity=quantity, title=title)
-    extent = family.domain[0] + family.domain[1]
+        return plots.members_1d(family, x, times, truth, drawn, title=title)
     fields = np.stack([_upright(member[-1]) for member in drawn])
-    return plots.members_2d(
-        _upright(truth[-1]), fields, quantity=quantity, extent=extent, title=title + SLICE * (truth.ndim == 4)
-    )
+    return plots.members_2d(family, _upright(truth[-1]), fields, title=title + SLICE * (truth.ndim == 4))
 
 
 def _upright(field: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
+from upsnb.data.layouts import Family
 from upsnb.report.style import (
     BLACK,
     BLUE,
@@ -38,24 +39,23 @@ DASHES = ("-", "--", ":", "-.")  # of loss terms
 
 
 class FieldSample(NamedTuple):
-    """One sample of a 2-D problem, arrays (ny, nx) in physical units; `inputs` may be None."""
+    """One sample of a 2-D problem, arrays (ny, nx) in physical units."""
 
     label: str
-    inputs: np.ndarray | None
+    inputs: np.ndarray
     truth: np.ndarray
     prediction: np.ndarray
     nrmse: float
 
 
+def predicted(family: Family) -> str:
+    """The first of the quantities that are forecast, with its unit."""
+    return family.quantity(family.output_channels[0])
+
+
 @styled
 def prediction_truth_error_1d(
-    x: ArrayLike,
-    truth: ArrayLike,
-    prediction: ArrayLike,
-    times: ArrayLike,
-    *,
-    quantity: str = "u [-]",
-    title: str = "",
+    family: Family, x: ArrayLike, truth: ArrayLike, prediction: ArrayLike, times: ArrayLike, *, title: str = ""
 ) -> Figure:
     """Space-time images of truth, prediction and error, and cuts at three times.
 
@@ -66,21 +66,13 @@ def prediction_truth_error_1d(
         truth, prediction: (T, N).
     """
     x, times, truth, prediction = (np.asarray(a, dtype=float) for a in (x, times, truth, prediction))
-    error = prediction - truth
-    norm, extent = value_range(truth), edges(x) + edges(times)
+    quantity, extent = predicted(family), edges(x) + edges(times)
     figure = empty_figure(7.2, 5.2, title)
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.05])  # one grid for both would part the images
-    axes = dict(zip(("truth", "prediction", "error"), upper.subplots(1, 3), strict=True)) | {"cuts": lower.subplots()}
-    draw_image(axes["truth"], truth, extent, FIELD_COLOURS, norm)
-    draw_image(axes["prediction"], prediction, extent, FIELD_COLOURS, norm, quantity)
-    draw_image(axes["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error"))
-    for name in ("truth", "prediction", "error"):
-        axes[name].set(title=name, xlabel=label("x"), ylabel=label("time t"))
-        if name != "truth":
-            axes[name].set_ylabel("")
-            axes[name].tick_params(labelleft=False)
+    images = _truth_prediction_error(truth, prediction, quantity)
+    _draw_row(upper.subplots(1, 3, sharey=True), extent, images, ylabel=label("time t"))
 
-    cuts = axes["cuts"]
+    cuts = lower.subplots()
     mark = {"marker": "o", "markersize": 3} if len(x) == 1 else {}
     frames = sorted({0, len(times) // 2, len(times) - 1})
     for i, colour in zip(frames, (BLUE, GREEN, VERMILLION)):
@@ -94,45 +86,26 @@ def prediction_truth_error_1d(
 
 
 @styled
-def prediction_truth_error_2d(
-    samples: Sequence[FieldSample],
-    *,
-    quantity: str = "u [-]",
-    input_quantity: str = "input [-]",
-    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
-    title: str = "",
-) -> Figure:
+def prediction_truth_error_2d(family: Family, samples: Sequence[FieldSample], *, title: str = "") -> Figure:
     """One row a sample: input, truth, prediction, error. Truth and prediction of a row share the truth's colour range.
 
     Args:
-        samples: e.g. best, median and worst of the test split; the input column is left out if none has one.
-        extent: ends of x and of y.
+        samples: e.g. best, median and worst of the test split.
     """
-    given = [np.ravel(sample.inputs) for sample in samples if sample.inputs is not None]
-    input_norm = value_range(np.concatenate(given)) if given else None
-    columns = ["input"] * bool(given) + ["truth", "prediction", "error"]
-    figure = empty_figure(8.2 if given else 6.2, 1.5 * len(samples) + 0.7, title)
+    given = family.quantity(family.input_channels[0])
+    input_norm = value_range(np.concatenate([np.ravel(sample.inputs) for sample in samples]))
+    figure = empty_figure(8.2, 1.5 * len(samples) + 0.7, title)
     figure.get_layout_engine().set(w_pad=0.07, wspace=0.05)
-    grid = figure.subplots(len(samples), len(columns), squeeze=False, sharex=True, sharey=True)
+    grid = figure.subplots(len(samples), 4, squeeze=False, sharex=True, sharey=True)
     for sample, row in zip(samples, grid, strict=True):
-        ax = dict(zip(columns, row, strict=True))
-        norm, error = value_range(sample.truth), np.asarray(sample.prediction, dtype=float) - sample.truth
-        if sample.inputs is not None:
-            draw_image(ax["input"], sample.inputs, extent, INPUT_COLOURS, input_norm, input_quantity)
-        elif given:
-            ax["input"].text(0.5, 0.5, "no input", ha="center", va="center", transform=ax["input"].transAxes)
-        draw_image(ax["truth"], sample.truth, extent, FIELD_COLOURS, norm)
-        draw_image(ax["prediction"], sample.prediction, extent, FIELD_COLOURS, norm, quantity)
-        draw_image(ax["error"], error, extent, ERROR_COLOURS, symmetric_range(error), label("error"))
-        for axis in row:
-            axis.set(xlabel=label("x"), ylabel=label("y"), aspect="equal")
-            axis.locator_params(nbins=3)
-            axis.label_outer()
+        images = {"input": (sample.inputs, INPUT_COLOURS, input_norm, given)}
+        images |= _truth_prediction_error(sample.truth, sample.prediction, predicted(family))
+        _draw_row(row, _plane(family), images, ylabel=label("y"), aspect="equal")
+        for ax in row:
+            ax.locator_params(nbins=3)
         beside = {"xycoords": row[0].yaxis.label, "textcoords": "offset points", "rotation": 90}
         text = f"{sample.label}\nnRMSE {sample.nrmse:.2g}"
         row[0].annotate(text, (0, 0.5), (-5, 0), **beside, ha="right", va="center", multialignment="center")
-    for ax, name in zip(grid[0], columns, strict=True):
-        ax.set_title(name)
     return figure
 
 
@@ -234,7 +207,7 @@ def cost(time_ms: Mapping[str, float], error: Mapping[str, float], quantity: str
 
 @styled
 def members_1d(
-    x: ArrayLike, times: ArrayLike, truth: ArrayLike, members: ArrayLike, *, quantity: str = "u [-]", title: str = ""
+    family: Family, x: ArrayLike, times: ArrayLike, truth: ArrayLike, members: ArrayLike, *, title: str = ""
 ) -> Figure:
     """Space-time images of the truth, two members and their spread; below, all of them at the middle of the domain.
 
@@ -244,16 +217,17 @@ def members_1d(
         members: (M, T, N), two at least.
     """
     x, times, truth, members = (np.asarray(a, dtype=float) for a in (x, times, truth, members))
-    norm, extent, spread = value_range(truth), edges(x) + edges(times), members.std(axis=0, ddof=1)
+    shades, extent = (FIELD_COLOURS, value_range(truth)), edges(x) + edges(times)
+    quantity, spread = predicted(family), members.std(axis=0, ddof=1)
     figure = empty_figure(7.2, 4.6, title)
     upper, lower = figure.subfigures(2, 1, height_ratios=[1.1, 1])
-    images = {"truth": truth, "one member": members[0], "another": members[1], "spread": spread}
-    for ax, (name, values) in zip(upper.subplots(1, 4), images.items(), strict=True):
-        colours = (INPUT_COLOURS, value_range(spread)) if name == "spread" else (FIELD_COLOURS, norm)
-        bar = {"another": quantity, "spread": label("spread")}.get(name, "")
-        draw_image(ax, values, extent, *colours, bar)
-        ax.set(title=name, xlabel=label("x"), ylabel=label("time t") if name == "truth" else "")
-        ax.tick_params(labelleft=name == "truth")
+    images = {
+        "truth": (truth, *shades),
+        "one member": (members[0], *shades),
+        "another": (members[1], *shades, quantity),
+        "spread": (spread, INPUT_COLOURS, value_range(spread), label("spread")),
+    }
+    _draw_row(upper.subplots(1, 4, sharey=True), extent, images, ylabel=label("time t"))
     ax, middle = lower.subplots(), len(x) // 2
     low, high = np.quantile(members[:, :, middle], (0.05, 0.95), axis=0)
     ax.fill_between(times, low, high, color=BLUE, alpha=0.22, linewidth=0, label="nine tenths of the members")
@@ -267,14 +241,7 @@ def members_1d(
 
 
 @styled
-def members_2d(
-    truth: ArrayLike,
-    members: ArrayLike,
-    *,
-    quantity: str = "u [-]",
-    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
-    title: str = "",
-) -> Figure:
+def members_2d(family: Family, truth: ArrayLike, members: ArrayLike, *, title: str = "") -> Figure:
     """One field of the truth, two members, their mean and their spread.
 
     Args:
@@ -282,16 +249,17 @@ def members_2d(
         members: (M, ny, nx), two at least.
     """
     truth, members = np.asarray(truth, float), np.asarray(members, float)
-    norm, spread = value_range(truth), members.std(axis=0, ddof=1)
+    shades, spread = (FIELD_COLOURS, value_range(truth)), members.std(axis=0, ddof=1)
     figure = empty_figure(8.2, 2.0, title)
-    images = {"truth": truth, "one member": members[0], "another": members[1], "mean": members.mean(0)}
+    images = {
+        "truth": (truth, *shades),
+        "one member": (members[0], *shades),
+        "another": (members[1], *shades),
+        "mean": (members.mean(0), *shades, predicted(family)),
+        "spread": (spread, INPUT_COLOURS, value_range(spread), label("spread")),
+    }
     axes = figure.subplots(1, 5, sharex=True, sharey=True)
-    for ax, (name, values) in zip(axes, images.items()):
-        draw_image(ax, values, extent, FIELD_COLOURS, norm, quantity if name == "mean" else "")
-        ax.set(title=name, xlabel=label("x"), aspect="equal")
-    draw_image(axes[-1], spread, extent, INPUT_COLOURS, value_range(spread), label("spread"))
-    axes[-1].set(title="spread", xlabel=label("x"), aspect="equal")
-    axes[0].set_ylabel(label("y"))
+    _draw_row(axes, _plane(family), images, ylabel=label("y"), aspect="equal")
     return figure
 
 
@@ -327,8 +295,8 @@ def spectra(
 def loss_terms(
     progress: ArrayLike,
     terms: Mapping[tuple[str, str], ArrayLike],
+    validation: Mapping[str, tuple[ArrayLike, ArrayLike]],
     *,
-    validation: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
     metric: str = "nRMSE",
     title: str = "",
 ) -> Figure:
@@ -344,7 +312,7 @@ def loss_terms(
     figure = empty_figure(7.2, 4.6 if validation else 2.9, title)
     panels = figure.subplots(2 if validation else 1, 1, sharex=True, squeeze=False)[:, 0]
     progress = np.asarray(progress, dtype=float)
-    look = looks(dict.fromkeys([*(name for name, _ in terms), *(validation or {})]))
+    look = looks(dict.fromkeys([*(name for name, _ in terms), *validation]))
     kinds = list(dict.fromkeys(kind for _, kind in terms))
     for name, kind in terms:
         values, dash = positive(terms[name, kind]), DASHES[kinds.index(kind) % len(DASHES)]
@@ -354,7 +322,7 @@ def loss_terms(
         panels[0].plot(progress[known], values[known], color=how["color"], linewidth=0.7, alpha=0.3)
         panels[0].plot(progress[known], running_median(values[known]), **how, **mark, label=f"{name}, {kind}")
     panels[0].set(yscale="log", ylabel=label("training loss"))
-    for name in (name for name in look if name in (validation or {})):
+    for name in (name for name in look if name in validation):
         where, values = validation[name]
         size = point_size(len(where))
         panels[1].plot(where, positive(values), **look[name], marker="o", markersize=size, label=f"{name}, validation")
@@ -431,7 +399,7 @@ def error_distribution(
 
     Args:
         nrmse: data set -> (B,) nRMSE of each sample.
-        baselines: data set -> name and mean nRMSE of the forecast without a model, see `metrics.baseline_name`.
+        baselines: data set -> name and mean nRMSE of the forecast without a model.
     """
     figure = empty_figure(4.8, 3.3, title)
     ax = figure.subplots()
@@ -450,6 +418,34 @@ def error_distribution(
     ax.set(xscale="log", xlabel=label("nRMSE of a sample"), ylabel=label("share of samples"), ylim=(0, 1.02))
     legend(ax)
     return figure
+
+
+def _plane(family: Family) -> tuple[float, ...]:
+    """Ends of x and of y."""
+    return family.domain[0] + family.domain[1]
+
+
+def _truth_prediction_error(truth: np.ndarray, prediction: np.ndarray, quantity: str) -> dict[str, tuple]:
+    """Images of a forecast for `_draw_row`, in the truth's colours, and of its error."""
+    shades, error = (FIELD_COLOURS, value_range(truth)), np.asarray(prediction, dtype=float) - truth
+    return {
+        "truth": (truth, *shades),
+        "prediction": (prediction, *shades, quantity),
+        "error": (error, ERROR_COLOURS, symmetric_range(error), label("error")),
+    }
+
+
+def _draw_row(axes: Sequence[Axes], extent: Sequence[float], images: Mapping[str, tuple], **of_axes) -> None:
+    """Images of one domain beside each other.
+
+    Args:
+        images: title -> values, colours, norm, and the label of a colour bar where there is one.
+        of_axes: of all axes; labels stand at the left and at the bottom of the figure alone.
+    """
+    for ax, (title, (values, *look)) in zip(axes, images.items(), strict=True):
+        draw_image(ax, values, extent, *look)
+        ax.set(title=title if ax.get_subplotspec().is_first_row() else "", xlabel=label("x"), **of_axes)
+        ax.label_outer()
 
 
 def _keep_in_view(ax: Axes, truth: np.ndarray) -> None:

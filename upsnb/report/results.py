@@ -52,7 +52,9 @@ def run_numbers(run: Run) -> dict:
     end = end_of_last_launch(events)
     evaluation = read_evaluation(run.folder, events)
     datasets = _scalar_metrics(evaluation)
+    samples, train_time_s = samples_seen(steps), end.get("train_time_s")
     steady = [step for step in steps if step["steady"]]
+    waited_ms, took_ms = (sum(step[key] for step in steady) for key in ("data_wait_ms", "step_time_ms"))
     memory = end.get("peak_memory_gib") or [step["peak_memory_gib"] for step in steps[-1:]]
     return {
         "format": FORMAT,
@@ -64,8 +66,8 @@ def run_numbers(run: Run) -> dict:
         "parameters": start.get("parameters"),
         **naming(start),
         "samples_per_s": steady_throughput(events),
-        "time_to_first_step_s": _first(events, "first_step", "since_launch_s"),
-        "train_time_s": end.get("train_time_s"),
+        "time_to_first_step_s": next((e["since_launch_s"] for e in events if e["kind"] == "first_step"), None),
+        "train_time_s": train_time_s,
         "peak_memory_gib": max(memory, default=None),
         "phases_on": _phases_on(events, config),
         "phases_skipped": manifest["phases_skipped"],
@@ -74,16 +76,17 @@ def run_numbers(run: Run) -> dict:
         "cause": run.cause(),
         "end_reason": end.get("reason"),
         "steps": steps[-1]["step"] if steps else 0,
-        "samples": round(samples_seen(steps)),
-        "overall_samples_per_s": _overall(steps, end),
+        "samples": round(samples),
+        # over all of training's time, compilation, validations and disturbances included
+        "overall_samples_per_s": samples / train_time_s if steps and train_time_s else None,
         "epochs": end.get("epochs"),
         "epoch_s": _epoch_s(steps),
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
         "stages": stages(events),
         "loss": fall([step["loss"] for step in steps]),
-        "compile_s": _total(events, "compile", "duration_s"),
-        "data_wait_share": _share(steady, "data_wait_ms", "step_time_ms"),
+        "compile_s": round(sum(event["duration_s"] for event in events if event["kind"] == "compile"), 3),
+        "data_wait_share": waited_ms / took_ms if steady else None,
         "memory_kind": end.get("memory_kind"),
         "seeds": manifest["seeds"],
         "verdicts": manifest.get("verdicts", {}),  # phase: what it is to this model, and which parts or why not
@@ -175,24 +178,6 @@ def _utilisation(events: list[dict]) -> dict[str, float | None]:
     if not told:
         return {"mean": None, "p10": None}
     return {"mean": float(np.mean(told)), "p10": float(np.percentile(told, 10))}
-
-
-def _first(events: list[dict], kind: str, field: str) -> float | None:
-    return next((event.get(field) for event in events if event["kind"] == kind), None)
-
-
-def _total(events: list[dict], kind: str, field: str) -> float:
-    return round(sum(event[field] for event in events if event["kind"] == kind), 3)
-
-
-def _overall(steps: list[dict], end: dict) -> float | None:
-    """Everything that was trained over all of training's time, compilation, validations and disturbances included."""
-    return samples_seen(steps) / end["train_time_s"] if steps and end.get("train_time_s") else None
-
-
-def _share(steps: list[dict], part: str, whole: str) -> float | None:
-    total = sum(step[whole] for step in steps)
-    return sum(step[part] for step in steps) / total if total else None
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class Stages:
         curves = {stage: floats(each["members"]) for stage, each in spectra.items()}
         told = ", ".join(f"{stage} {_alike(wavenumber, truth, energy)}" for stage, energy in curves.items())
         title = f"{name}, at the last time: a forecast's energy is half to twice the truth's up to wavenumber: {told}"
-        quantity = family.quantity(family.output_channels[0]).split(" [")[0] + " [standard deviations]"
+        quantity = f"{family.output_channels[0]} [standard deviations]"
         return plots.spectra(wavenumber, {"truth": truth, **curves}, quantity=quantity, title=title)
 
     def calibration(self, name: str, stage: str) -> Figure:

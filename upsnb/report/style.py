@@ -6,8 +6,9 @@ the truth is always black and the forecast to beat always dashed, whatever else 
 Every quantity is labelled `name [unit]`; a dimensionless one has the unit `-`.
 """
 
+import json
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, wraps
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
-from upsnb.runs.runfolder import FIGURES
+from upsnb.runs.runfolder import FIGURES, REPORT
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
@@ -82,6 +83,11 @@ def save(figure: StillFigure, folder: str | Path, name: str) -> Path:
 def save_all(figures: Mapping[str, StillFigure], folder: str | Path) -> dict[str, Path]:
     """Write figures into a folder's `figures/`; figure name -> PNG."""
     return {name: save(figure, Path(folder) / FIGURES, name) for name, figure in figures.items()}
+
+
+def writer(draw: Callable[[Mapping], Mapping[str, StillFigure]]) -> Callable[[str | Path], dict[str, Path]]:
+    """A study's `write_figures`: draws the report in a folder into its `figures/`; figure name -> PNG."""
+    return lambda folder: save_all(draw(json.loads((Path(folder) / REPORT).read_text())), folder)
 
 
 def styled(draw):

@@ -11,7 +11,6 @@ Knows nothing of tensors, so that readers of a run need no torch.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -23,14 +22,13 @@ from pydantic import Field, model_validator
 
 from upsnb.errors import RunError
 from upsnb.rules import did_you_mean
-from upsnb.runs.files import Shape, read_json, write_json
+from upsnb.runs.files import Shape, numbered, read_json, sha256_of, write_json
 from upsnb.runs.runfolder import CHECKPOINTS
 
 FORMAT = 2
 INDEX = "index.json"
 ROLES = ("latest", "previous", "best", "epoch")  # epoch: the newest that was written at the end of a whole epoch
 DROPPED_FIRST = ("previous", "epoch", "best")  # what a tight budget costs, in this order; never the latest
-BLOCK_BYTES = 1 << 22
 
 
 class _File(Shape):
@@ -67,25 +65,24 @@ def read_index(folder: Path | str) -> dict:
     """Roles and checkpoints as plain data; empty where nothing was ever saved.
 
     Raises:
-        RunError: the index is damaged or lost, or an older version wrote it.
+        RunError: the index is damaged or lost, or another version wrote it.
     """
-    place = home(folder)
-    if any(place.glob("step-*.pt")):
-        raise RunError(
-            f"{place}: holds checkpoints of format 1 (one .pt file each), and this version reads {FORMAT} -> "
-            f"start in a new folder, or delete the folder {CHECKPOINTS} to start anew"
-        )
+    place, remedy = home(folder), f"or delete the folder {CHECKPOINTS} to start anew"
     try:
         return read_json(place / INDEX, FORMAT, _Index)
     except FileNotFoundError:
         if any(place.glob("step-*")):
-            raise RunError(
-                f"{place}: has checkpoints but no {INDEX} to check them by -> put it back, or delete the folder "
-                f"{CHECKPOINTS} to start anew"
-            ) from None
+            said = f"{place}: has checkpoints but no {INDEX} to check them by"
+            raise RunError(f"{said} -> put it back, {remedy}") from None
         return {"format": FORMAT, **dict.fromkeys(ROLES), "checkpoints": {}}
     except RunError as error:
-        raise RunError(f"{error} -> start in a new folder, or delete the folder {CHECKPOINTS} to start anew") from None
+        raise RunError(f"{error} -> start in a new folder, {remedy}") from None
+
+
+def step_of(index: dict, role: str) -> int | None:
+    """The step of the checkpoint that has a role; None where none has it."""
+    name = index[role]
+    return None if name is None else index["checkpoints"][name]["step"]
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -94,7 +91,7 @@ def read_index(folder: Path | str) -> dict:
 def prepare(folder: Path | str) -> None:
     """Make the place ready for a writer: an index from the start, and no leftovers of a killed one."""
     place = home(folder)
-    place.mkdir(exist_ok=True)
+    place.mkdir(parents=True, exist_ok=True)
     index = read_index(folder)
     if not (place / INDEX).exists():  # from here on checkpoints without an index are a loss and not a first save
         _write_index(place, index)
@@ -117,13 +114,9 @@ def digest(path: Path, count: Callable[[int], None] = lambda num_bytes: None) ->
     Args:
         count: told the bytes of each block, so that reading a large file is no silence.
     """
-    found, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            found.update(block)
-            size += len(block)
-            count(len(block))
-    return {"bytes": size, "sha256": found.hexdigest()}
+        checksum = sha256_of(file, lambda block: count(len(block)))
+        return {"bytes": file.tell(), "sha256": checksum}
 
 
 def commit(
@@ -150,11 +143,12 @@ def commit(
     place, index = home(folder), read_index(folder)
     written = temporary(folder, step)
     _sync_folder(written)
-    name = _free_name(place, step)
+    # Two directories cannot be exchanged in one move.
+    name = next(name for name in numbered(f"step-{step:08d}") if not (place / name).exists())
     os.rename(written, place / name)
     _sync_folder(place)
     for role in ROLES:  # one of the same step is replaced
-        if index[role] is not None and index["checkpoints"][index[role]]["step"] == step:
+        if step_of(index, role) == step:
             index[role] = name
     before = last if last in index["checkpoints"] else index["latest"]
     if index["latest"] != name:
@@ -165,27 +159,19 @@ def commit(
     for role in DROPPED_FIRST:
         if _total_bytes(index) > budget_gb * 1e9 and index[role] != name:
             index[role] = None
-    index["checkpoints"] = {name: index["checkpoints"][name] for name in _named(index)}
+    index["checkpoints"] = {name: index["checkpoints"][name] for name in named(index)}
     _write_index(place, index)
     _sweep(place, index)
     return place / name
 
 
-def _free_name(place: Path, step: int) -> str:
-    """`step-00000500`, or `step-00000500-2` where that is taken: two directories cannot be exchanged in one move."""
-    stem, number = f"step-{step:08d}", 1
-    while (place / (stem if number == 1 else f"{stem}-{number}")).exists():
-        number += 1
-    return stem if number == 1 else f"{stem}-{number}"
-
-
-def _named(index: dict) -> list[str]:
+def named(index: dict) -> list[str]:
     """Names of the checkpoints that have a role, each once."""
     return list(dict.fromkeys(index[role] for role in ROLES if index[role] is not None))
 
 
 def _total_bytes(index: dict) -> int:
-    return sum(num_bytes(index["checkpoints"][name]["files"]) for name in _named(index))
+    return sum(num_bytes(index["checkpoints"][name]["files"]) for name in named(index))
 
 
 def num_bytes(files: dict[str, dict]) -> int:
@@ -200,9 +186,9 @@ def _write_index(place: Path, index: dict) -> None:
 
 def _sweep(place: Path, index: dict) -> None:
     """Delete checkpoints, whole or not, that the index does not name, and the index that a killed writer began."""
-    named = _named(index)
+    names = named(index)
     for path in (*place.glob("step-*"), *place.glob(".step-*")):
-        if path.name not in named and path.is_dir():
+        if path.name not in names and path.is_dir():
             shutil.rmtree(path)
     for path in place.glob(f".{INDEX}.*"):
         path.unlink()
@@ -213,12 +199,8 @@ def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOSYS,
-            errno.ENOTSUP,
-        ):  # disks over a network that know no such thing
+    except OSError as error:  # some disks over a network know no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
@@ -271,11 +253,8 @@ def choose(
 
 def _fault(path: Path, files: dict[str, dict]) -> str | None:
     """The first thing wrong with a checkpoint's files; sizes first, because they cost nothing."""
-    fault = _gap(path, files)
-    if fault is not None:
-        return fault
-    wrong = (name for name, entry in files.items() if digest(path / name) != entry)
-    return next((f"{name} does not match its checksum" for name in wrong), None)
+    wrong = (f"{name} does not match its checksum" for name, entry in files.items() if digest(path / name) != entry)
+    return _gap(path, files) or next(wrong, None)
 
 
 def _gap(path: Path, files: dict[str, dict]) -> str | None:
@@ -298,7 +277,7 @@ def is_there(folder: Path | str, step: int | None = None) -> bool:
         index = read_index(folder)
     except RunError:
         return False
-    entries = {name: index["checkpoints"][name] for name in _named(index)}
+    entries = {name: index["checkpoints"][name] for name in named(index)}
     return any(
         step in (None, entry["step"]) and _gap(home(folder) / name, entry["files"]) is None
         for name, entry in entries.items()

@@ -203,20 +203,12 @@ class EventWriter:
 
     def __init__(self, folder: Path, rank: int = 0, stage: str | None = None):
         self.stage = stage
-        self._fd = os.open(events_path(folder, rank), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._cut_half_line()
-
-    def _cut_half_line(self) -> None:
-        """Drop what a crash left after the last newline; the next event would be glued to it."""
-        end = size = os.fstat(self._fd).st_size
-        while end > 0:
-            start = max(0, end - 65536)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            end = start if newline < 0 else start + newline + 1
-            if newline >= 0:
-                break
-        if end < size:
-            os.ftruncate(self._fd, end)
+        path = events_path(folder, rank)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        told = path.read_bytes()
+        whole = told.rfind(b"\n") + 1
+        if whole < len(told):  # a crash left half a line, which the next event would be glued to
+            os.ftruncate(self._fd, whole)
 
     def write(self, kind: str, step: int, **fields) -> None:
         """One event. Infinite and NaN numbers become null, and `nonfinite` lists their names."""
@@ -238,23 +230,23 @@ class EventWriter:
 class Tail:
     """Reads events as they come; each call returns only what is new."""
 
-    def __init__(self, folder: Path, kinds=None, rank: int = 0):
-        self.path = events_path(folder, rank)
+    def __init__(self, folder: Path, kinds=None):
+        self.path = events_path(folder)
         self._kinds = kinds
-        self._offset = 0
+        self.offset = 0  # in the file, of what comes next
 
     def read(self) -> list[dict]:
         """New events; a last line without its newline waits for the next call."""
         try:
             with open(self.path, "rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         except OSError as error:
             raise RunError(f"{self.path}: cannot be read ({error.strerror})") from None
         data = data[: data.rfind(b"\n") + 1]
-        start, self._offset = self._offset, self._offset + len(data)
+        start, self.offset = self.offset, self.offset + len(data)
         lines = data.splitlines()
         if self._kinds:  # kind comes first in a line, so unwanted lines need no parsing
             starts = tuple(f'{{"kind": "{kind}"'.encode() for kind in self._kinds)
@@ -278,12 +270,6 @@ class Tail:
             whole.insert(odd[0], warning)
         return whole
 
-    def skip(self, num_bytes: int) -> None:
-        """Begin with the first whole line after the file's first `num_bytes`."""
-        with open(self.path, "rb") as file:
-            file.seek(max(0, num_bytes - 1))
-            self._offset = file.tell() + len(file.readline()) if num_bytes else 0
-
 
 def _parsed(line: bytes):
     """What a line says; None where it is damaged."""
@@ -300,24 +286,23 @@ def _whole(found) -> dict | None:
         return None
 
 
-def read_events(folder: Path, kinds=None, rank: int = 0) -> list[dict]:
+def read_events(folder: Path, kinds=None) -> list[dict]:
     """All events so far, or those of some kinds."""
-    return Tail(folder, kinds, rank).read()
+    return Tail(folder, kinds).read()
 
 
-def last_events(folder: Path, kinds: Sequence[str], rank: int = 0) -> dict[str, dict]:
+def last_events(folder: Path, kinds: Sequence[str]) -> dict[str, dict]:
     """The last whole event of each kind; found from the file's end, so that a long run costs no more than a short one.
 
     A kind that never came is searched for in the whole file, at memory speed and without parsing.
     """
     try:
         with (
-            open(events_path(folder, rank), "rb") as file,
+            open(events_path(folder), "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return {
-                kind: event for kind in kinds if (event := _last(data, f'{{"kind": "{kind}",'.encode())) is not None
-            }
+            last = {kind: _last(data, f'{{"kind": "{kind}",'.encode()) for kind in kinds}
+            return {kind: event for kind, event in last.items() if event is not None}
     except (FileNotFoundError, ValueError):  # mmap refuses an empty file
         return {}
 
@@ -334,11 +319,15 @@ def _last(data: mmap.mmap, start: bytes) -> dict | None:
     return None
 
 
-def newest_events(folder: Path, kinds: Sequence[str], num_bytes: int, rank: int = 0) -> list[dict]:
-    """The events of some kinds in the last `num_bytes` of the file."""
-    tail = Tail(folder, kinds, rank)
-    with contextlib.suppress(FileNotFoundError):
-        tail.skip(max(0, tail.path.stat().st_size - num_bytes))
+def newest_events(folder: Path, kinds: Sequence[str] | None, num_bytes: int) -> list[dict]:
+    """The events of some kinds whose lines begin in the last `num_bytes` of the file."""
+    tail = Tail(folder, kinds)
+    with contextlib.suppress(FileNotFoundError), open(tail.path, "rb") as file:
+        before = os.fstat(file.fileno()).st_size - num_bytes
+        if before > 0:
+            file.seek(before - 1)
+            file.readline()
+        tail.offset = file.tell()
     return tail.read()
 
 
@@ -392,10 +381,12 @@ def read_heartbeats(folder: Path) -> dict[int, dict]:
     for path in sorted(Path(folder).glob("heartbeat.rank*")):
         with contextlib.suppress(OSError, ValueError, KeyError):  # a rank that is just creating its file
             entry = dict(part.split("=", 1) for part in path.read_text().split())
-            numbers = {key: int(entry[key]) for key in ("pid", "step", "beats", "first")}
-            beats[int(path.name.removeprefix("heartbeat.rank"))] = {
-                **numbers,
-                "time": float(entry["time"]),
-                "state": entry["state"],
-            }
+            kinds = {"pid": int, "step": int, "beats": int, "first": int, "time": float, "state": str}
+            beat = {key: kind(entry[key]) for key, kind in kinds.items()}
+            beats[int(path.name.removeprefix("heartbeat.rank"))] = beat
     return beats
+
+
+def last_step(folder: Path) -> int | None:
+    """The last step that a rank of the last launch has begun; None before the first."""
+    return max((beat["step"] for beat in read_heartbeats(folder).values() if beat["beats"]), default=None)

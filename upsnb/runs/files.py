@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
+import itertools
 import json
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -21,6 +24,7 @@ from upsnb.errors import RunError, shown
 RESERVE = ".reserve"  # given up when the disk is full, so that the end can still be written down
 RESERVE_BYTES = 1 << 20
 MOST_BYTES = 1 << 22  # of a JSON file
+BLOCK_BYTES = 1 << 22  # read at a time
 MADE_HERE = ".upsnb"  # stands in folders of what can be made again
 
 
@@ -28,28 +32,37 @@ class Shape(BaseModel, strict=True):
     """Entries that a JSON file must have, and their types; others may stand beside them."""
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its place in one step once it is whole: no reader ever sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # network disks report a full disk no earlier
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, value, last_words: bool = False) -> None:
-    """Replace a JSON file in one step: a reader sees the old content or the new, never half of it.
+    """Replace a JSON file in one step.
 
     Args:
         last_words: on a full disk give up the folder's reserve and try once more; only for how a run ended.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    for attempt in (1, 2):
-        try:
-            with open(temporary, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # network disks report a full disk no earlier
-            os.replace(temporary, path)
-            return
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == 2 or not last_words:
-                raise
-            (path.parent / RESERVE).unlink(missing_ok=True)
+    try:
+        with replacing(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not last_words:
+            raise
+        (path.parent / RESERVE).unlink(missing_ok=True)
+        write_json(path, value)
 
 
 def read_json(path: Path, version: int | None, shape: type[Shape] = Shape, most_bytes: int = MOST_BYTES) -> dict:
@@ -86,6 +99,26 @@ def read_json(path: Path, version: int | None, shape: type[Shape] = Shape, most_
         where = ".".join(map(str, first["loc"]))
         raise RunError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
     return values
+
+
+def sha256_of(stream: BinaryIO, told: Callable[[bytes], object] = lambda block: None) -> str:
+    """SHA-256 of what is left of a stream.
+
+    Args:
+        told: each block, to write or to count it.
+    """
+    found = hashlib.sha256()
+    while block := stream.read(BLOCK_BYTES):
+        told(block)
+        found.update(block)
+    return found.hexdigest()
+
+
+def numbered(stem: str) -> Iterator[str]:
+    """Names to try until one is free: `stem`, `stem-2`, `stem-3` and so on."""
+    yield stem
+    for number in itertools.count(2):
+        yield f"{stem}-{number}"
 
 
 def fill_reserve(folder: Path) -> None:

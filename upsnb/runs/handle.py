@@ -18,6 +18,7 @@ from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import ConfigError, RunError, RunFailed, RunTimeout
 from upsnb.rules import did_you_mean
 from upsnb.runs import checkpoint_index, mirror, runfolder
+from upsnb.runs.files import locked, write_json
 
 # Set by what people sit in front of; VS Code gives the last two to its notebooks' kernels, not to its terminals.
 INTERACTIVE = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID", "VSCODE_CWD")
@@ -53,8 +54,8 @@ def find(name: Path | str) -> Path:
     folders = [place for place in places if os.path.isdir(place)]  # of no text at all does it raise an error
     if folders:
         return next((folder for folder in folders if (folder / runfolder.MANIFEST).exists()), folders[0])
-    found = [path.parent for depth in ("*", "*/*", "*/*/*") for path in outputs.glob(f"{depth}/{runfolder.MANIFEST}")]
-    close = difflib.get_close_matches(str(name), [path.relative_to(outputs).as_posix() for path in found], 1, 0.5)
+    known = [folder.relative_to(outputs).as_posix() for folder in runfolder.runs_below(outputs)]
+    close = difflib.get_close_matches(str(name), known, 1, 0.5)
     hint = f"did you mean {close[0]}?" if close else "python -m upsnb list shows the runs that are there"
     raise RunError(f"{str(name)!r}: no such folder, nor a run in {outputs} -> {hint}")
 
@@ -101,7 +102,9 @@ class Run:
     def annotate(self, note: str | None = None, tags: Sequence[str] | None = None) -> None:
         """Write a note or tags on the run; None leaves what there is."""
         written = {"note": note, "tags": None if tags is None else list(tags)}
-        runfolder.write_notes(self.folder, **{name: value for name, value in written.items() if value is not None})
+        with locked(self.folder):
+            notes = self.notes | {name: value for name, value in written.items() if value is not None}
+            write_json(self.folder / runfolder.NOTES, {"format": runfolder.FORMAT, **notes})
 
     def status(self) -> str:
         """One of starting, running, stopping, finished, failed, died."""
@@ -111,9 +114,9 @@ class Run:
         """Why the run failed or died, in one sentence; None otherwise."""
         return runfolder.state(self.folder, self._process)[1]
 
-    def events(self, kinds=None, rank: int = 0) -> list[dict]:
+    def events(self, kinds=None) -> list[dict]:
         """All events so far, or those of some kinds."""
-        return runfolder.read_events(self.folder, kinds, rank)
+        return runfolder.read_events(self.folder, kinds)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -445,10 +448,8 @@ def _found_again(folder: Path) -> str:
 def _training_beside(folder: Path, root: Path) -> Iterator[Path]:
     """Folders of runs below `root` that live on this machine, but for those of the study that `folder` is in."""
     study = root.joinpath(*folder.relative_to(root).parts[:1]) if folder.is_relative_to(root) else folder
-    for depth in ("*", "*/*", "*/*/*"):
-        for manifest in root.glob(f"{depth}/{runfolder.MANIFEST}"):
-            other = manifest.parent
-            with contextlib.suppress(RunError, OSError):  # it cannot be read, or is being deleted
-                here = runfolder.read_manifest(other)["host"] == socket.gethostname()
-                if here and not other.is_relative_to(study) and runfolder.state(other)[0] in runfolder.ALIVE:
-                    yield other
+    for other in runfolder.runs_below(root):
+        with contextlib.suppress(RunError, OSError):  # it cannot be read, or is being deleted
+            here = runfolder.read_manifest(other)["host"] == socket.gethostname()
+            if here and not other.is_relative_to(study) and runfolder.state(other)[0] in runfolder.ALIVE:
+                yield other

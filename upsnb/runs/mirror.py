@@ -7,8 +7,6 @@ lost. The supervisor copies, so that training never waits for the other disk and
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import shutil
 import threading
 import time
@@ -18,7 +16,8 @@ from pathlib import Path
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import checkpoint_index, events, runfolder
-from upsnb.runs.checkpoint_index import BLOCK_BYTES, INDEX
+from upsnb.runs.checkpoint_index import INDEX
+from upsnb.runs.files import replacing, sha256_of
 
 RETRY_S = 30.0  # after trouble with the other disk
 SILENT_S = 120.0  # a disk that takes no byte for so long holds up the end of a run no longer
@@ -51,14 +50,13 @@ def prepare(config: RunConfig, folder: Path | None) -> str:
             f"{there}: mirrors a run of this name -> set checkpoint.resume: true to go on with it, or choose another"
             " run folder"
         )
-    (folder / runfolder.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     try:
         copy(there, folder)
     except RunError:
         if not checkpoint_index.is_there(folder):  # the one before it is whole
             raise
-    index = checkpoint_index.read_index(folder)
-    return f"goes on from step {index['checkpoints'][index['latest']]['step']}, brought back from {there}"
+    step = checkpoint_index.step_of(checkpoint_index.read_index(folder), "latest")
+    return f"goes on from step {step}, brought back from {there}"
 
 
 def copy(
@@ -77,8 +75,7 @@ def copy(
     """
     index, damage = checkpoint_index.read_index(source), {}
     checkpoint_index.prepare(target)
-    named = {index[role] for role in checkpoint_index.ROLES if index[role] is not None}
-    for name in sorted(named, key=lambda name: index["checkpoints"][name]["step"]):
+    for name in sorted(checkpoint_index.named(index), key=lambda name: index["checkpoints"][name]["step"]):
         entry, roles = index["checkpoints"][name], [role for role in ("best", "epoch") if index[role] == name]
         if _has(target, entry, roles):
             continue
@@ -86,25 +83,23 @@ def copy(
         if size > budget_gb:
             raise RunError(f"a checkpoint takes {size:.2g} GB, the budget there is {budget_gb:g} -> raise the budget")
         written = checkpoint_index.temporary(target, entry["step"])
-        shutil.rmtree(written, ignore_errors=True)
         written.mkdir()
         try:
             for file, digest in entry["files"].items():
                 _copy_file(checkpoint_index.home(source) / name / file, written / file, digest, moved)
             checkpoint_index.commit(target, entry["step"], entry["files"], roles, budget_gb)
         except RunError as error:
-            damage[name] = error
             checkpoint_index.discard(target, entry["step"])
+            damage[name] = error
         except OSError:
-            with contextlib.suppress(OSError):
-                checkpoint_index.discard(target, entry["step"])
+            checkpoint_index.discard(target, entry["step"])
             raise
     if index["latest"] in damage:
         raise damage[index["latest"]]
     for name in SMALL:
         if (source / name).exists():
-            shutil.copyfile(source / name, target / f".{name}")
-            os.replace(target / f".{name}", target / name)
+            with open(source / name, "rb") as old, replacing(target / name) as new:
+                shutil.copyfileobj(old, new)
 
 
 def _has(target: Path, entry: dict, roles: list[str]) -> bool:
@@ -115,15 +110,9 @@ def _has(target: Path, entry: dict, roles: list[str]) -> bool:
 
 
 def _copy_file(source: Path, target: Path, digest: dict, moved: Callable[[int], None]) -> None:
-    found = hashlib.sha256()
-    with open(source, "rb") as old, open(target, "wb") as new:
-        while block := old.read(BLOCK_BYTES):
-            new.write(block)
-            found.update(block)
-            moved(len(block))
-        new.flush()
-        os.fsync(new.fileno())  # network disks report a full disk no earlier
-    if found.hexdigest() != digest["sha256"]:
+    with open(source, "rb") as old, replacing(target) as new:
+        found = sha256_of(old, lambda block: moved(new.write(block)))
+    if found != digest["sha256"]:
         raise RunError(f"{source}: does not match its checksum, so it is not mirrored")
 
 
@@ -172,7 +161,6 @@ class Mirror:
         try:
             if not self.target.parent.is_dir():  # an unmounted drive leaves a place on the local disk
                 raise FileNotFoundError(f"{self.target.parent} is gone")
-            (self.target / runfolder.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             copy(self.folder, self.target, self.budget_gb, self._count)
         except FileNotFoundError as error:
             if self._changed() == changed:  # else a newer checkpoint has taken the place of the one that was read
@@ -190,17 +178,15 @@ class Mirror:
     def _tell(self, trouble: str) -> None:
         """Write down where the mirror stands, once for each change."""
         step = None
-        with contextlib.suppress(RunError, OSError, KeyError):
-            index = checkpoint_index.read_index(self.target)
-            step = index["checkpoints"][index["latest"]]["step"]
+        with contextlib.suppress(RunError, OSError):
+            step = checkpoint_index.step_of(checkpoint_index.read_index(self.target), "latest")
         if (step, trouble) == self.told:
             return
         known, self.told = self.told, (step, trouble)
         with contextlib.suppress(OSError, RunError):
             fact = {"folder": str(self.target), "step": step, "trouble": trouble or None}
-            manifest = runfolder.update_manifest(self.folder, mirror=fact)
+            runfolder.update_manifest(self.folder, mirror=fact)
             if trouble and (known is None or known[1] != trouble):
                 said = f"checkpoints are not mirrored now, and training goes on: {trouble}"
-                log = events.EventWriter(self.folder, stage=manifest.get("stage"))
-                log.write("warning", step or 0, message=said)
-                log.close()
+                with runfolder.further_events(self.folder) as log:
+                    log.write("warning", step or 0, message=said)

@@ -28,6 +28,7 @@ FOLDER = "nodes"  # of the run's; one file for each machine that has joined
 POLL_S = 0.2
 BEAT_S = 1.0
 SILENT_S = 20.0  # a machine that gives no sign for so long is gone
+WORD_S = 3.0  # for other machines to write down what they noticed
 GRACE_S = 10.0  # for ranks to notice by themselves, with an error that says more
 
 
@@ -62,8 +63,9 @@ class NodeWatch:
         entries = {node: _read(self.folder, node) for node in self.others}
         return [node for node, entry in entries.items() if entry is None or entry["segment"] != self.segment]
 
-    def lost(self, now: float) -> str | None:
+    def lost(self) -> str | None:
         """Which machine is gone, or had a rank killed, in one sentence: of both nothing is written anywhere else."""
+        now = time.monotonic()
         for node in self.others:
             entry = _read(self.folder, node)
             if entry is None or entry["segment"] != self.segment:
@@ -78,9 +80,9 @@ class NodeWatch:
                 return f"machine {node} ({entry['host']}) is gone: no sign of life for {SILENT_S:g} s"
         return None
 
-    def failed(self, now: float) -> str | None:
+    def failed(self) -> str | None:
         """As `lost`, or what the ranks of another machine failed of."""
-        if said := self.lost(now):
+        if said := self.lost():
             return said
         entries = {node: _read(self.folder, node) for node in self.seen}
         for node, entry in entries.items():
@@ -89,18 +91,18 @@ class NodeWatch:
                 return postmortem.raised(self.folder) or said
         return None
 
-    def failed_for_good(self, now: float) -> str | None:
+    def failed_for_good(self) -> str | None:
         """As `failed`, once this machine's ranks had time to notice by themselves, with an error that says more."""
-        said = self.failed(now)
+        said, now = self.failed(), time.monotonic()
         self.since = None if said is None else self.since or now
         return said if said and now - self.since > GRACE_S else None
 
-    def last_word(self, wait_s: float = 3.0) -> str | None:
+    def last_word(self) -> str | None:
         """As `lost`, after this machine's ranks have failed: others notice at the same time, and write it down."""
-        deadline = time.monotonic() + wait_s
-        while self.others and self.failed(time.monotonic()) is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + WORD_S
+        while self.others and self.failed() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return self.lost(time.monotonic())
+        return self.lost()
 
 
 # -- on every other machine ----------------------------------------------------------------------------------------
@@ -237,19 +239,19 @@ class Member:
         self.segment, self.over_since, self.exit_code, self.killed = segment["number"], 0.0, None, None
         place = self.place / str(self.segment)
         place.mkdir()
-        log = self.folder / ranks.log_name(self.node)
-        self.log_start = log.stat().st_size if log.exists() else 0
         print(f"launch {self.segment}: {self.config.training.ranks_per_node} ranks here", flush=True)
-        self.ranks = ranks.start(self.folder, self.config, place, self.segment, self.identity, self.node)
+        self.ranks, self.log_start = ranks.start(
+            self.folder, self.config, place, self.segment, self.identity, self.node
+        )
         self._beat()
 
     def _note_end(self) -> None:
         """Write down how the ranks ended; a rank that was killed cannot."""
         self.exit_code, self.ranks = self.ranks.returncode, None
-        log = runfolder.log_tail(self.folder, 1 << 16, self.log_start, ranks.log_name(self.node))
-        count = self.config.training.ranks_per_node
-        first = postmortem.first_failures(self.exit_code, log, count, self.node * count) if self.exit_code else []
-        self.killed = postmortem.own_death(self.folder, first)
+        if self.exit_code:
+            count = self.config.training.ranks_per_node
+            first = postmortem.first_failures(self.folder, self.exit_code, self.log_start, count, self.node)
+            self.killed = postmortem.own_death(self.folder, first)
         kill_marked(self.identity)
         self._beat()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from upsnb.errors import OutOfMemory, RunError
 from upsnb.runs import checkpoint_index, recovery, runfolder
 from upsnb.runs.files import Shape, read_json
+from upsnb.runs.ranks import log_name
 
 # Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
 # and torchrun terminates those that are left.
@@ -60,8 +61,8 @@ def examine(
         who = f" ({_describe(full[0])})" if full else ""
         return Ending("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
     starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)
-    log = runfolder.log_tail(folder, 1 << 16, log_start)
-    cause = _cause(folder, first_failures(exit_code, log, num_ranks), exit_code, failures, last_word)
+    first = first_failures(folder, exit_code, log_start, num_ranks)
+    cause = _cause(folder, first, exit_code, failures, last_word)
     return Ending("failed", cause, None, exit_code, crashed=True, out_of_memory=starved)
 
 
@@ -95,17 +96,20 @@ def own_death(folder: Path, first: list[dict]) -> str | None:
     return next((_killed(folder, entry) for entry in first if -entry["code"] in OWN_DEATHS), None)
 
 
-def first_failures(exit_code: int, log: str, num_ranks: int, first_rank: int = 0) -> list[dict]:
+def first_failures(folder: Path, exit_code: int, log_start: int, num_ranks: int, node: int = 0) -> list[dict]:
     """Ranks of one machine that failed first: rank, code, time.
 
     Args:
-        log: what they printed.
-        first_rank: the machine's, among all.
+        exit_code, log_start, num_ranks: as of `examine`.
+        node: number of the machine among the run's.
     """
-    entries = [{"rank": 0, "code": exit_code, "time": 0.0}] if num_ranks == 1 else summary(log)
+    if num_ranks == 1:
+        entries = [{"rank": 0, "code": exit_code, "time": 0.0}]
+    else:
+        entries = summary(runfolder.log_tail(folder, 1 << 16, log_start, log_name(node)))
     # A rank that torchrun has to kill 30 s after another failed is no cause.
     first = [entry for entry in entries if entry["time"] - entries[0]["time"] <= 2]
-    return [{**entry, "rank": first_rank + entry["rank"]} for entry in first]
+    return [{**entry, "rank": node * num_ranks + entry["rank"]} for entry in first]
 
 
 def summary(log: str) -> list[dict]:

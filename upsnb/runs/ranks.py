@@ -41,8 +41,8 @@ def start(
     identity: str,
     node: int = 0,
     worker: Path | None = None,
-) -> subprocess.Popen:
-    """The process of this machine's one rank, or the torchrun of its several; returns at once.
+) -> tuple[subprocess.Popen, int]:
+    """The process of this machine's one rank, or the torchrun of its several, and where its log begins; at once.
 
     Args:
         config: of this launch.
@@ -53,7 +53,8 @@ def start(
         worker: script to run instead of `upsnb.worker`.
     """
     with open(folder / log_name(node), "ab") as log:
-        return subprocess.Popen(
+        begin = log.tell()  # of a launch before, the log goes on
+        process = subprocess.Popen(
             command(folder, config, place, worker),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -62,6 +63,7 @@ def start(
             cwd=runfolder.project_root(),  # data are relative to it
             start_new_session=True,  # a SIGTERM for the watcher's group must leave the ranks time to save
         )
+    return process, begin
 
 
 def log_name(node: int) -> str:

@@ -139,9 +139,7 @@ def ask_for_less(folder: Path, base: RunConfig, config: RunConfig, reason: str, 
     changes = smaller(config)
     if changes is None or not config.guards.out_of_memory:
         return False
-    stage = runfolder.read_manifest(folder).get("stage")
-    events = runfolder.EventWriter(folder, stage=stage)  # no rank is there to write it
-    size = list(size_of(config.training))
-    act(folder, events, "out_of_memory", "shrink", reason, step, changes, size=size)
-    events.close()
+    with runfolder.further_events(folder) as events:
+        size = list(size_of(config.training))
+        act(folder, events, "out_of_memory", "shrink", reason, step, changes, size=size)
     return True

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,9 +24,10 @@ from upsnb.runs import cost
 from upsnb.runs.events import EventWriter as EventWriter  # so that this module is all a worker needs
 from upsnb.runs.events import Heartbeat as Heartbeat
 from upsnb.runs.events import Tail as Tail
-from upsnb.runs.events import newest_events, read_heartbeats
+from upsnb.runs.events import last_step, newest_events
 from upsnb.runs.events import read_events as read_events
-from upsnb.runs.files import Shape, fill_reserve, locked, read_json
+from upsnb.runs.events import read_heartbeats as read_heartbeats
+from upsnb.runs.files import Shape, fill_reserve, locked, numbered, read_json
 from upsnb.runs.files import write_json as write_json
 from upsnb.runs.processes import is_alive
 
@@ -146,9 +147,8 @@ def code_revision() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", "errors.py"
-        )  # a package installed inside a foreign repository is not its code
+        # A package installed inside a foreign repository is not its code.
+        git("ls-files", "--error-unmatch", "errors.py")
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
@@ -212,12 +212,10 @@ def new_folder(name: str, root: str = "outputs") -> Path:
     """
     root = project_root() / root
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for count in range(1, 1000):
-        folder = root / (stem if count == 1 else f"{stem}-{count}")
+    for folder in map(root.joinpath, numbered(stem)):
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    raise RunError(f"{root}/{stem}: and 999 more exist -> choose another logging.name")
 
 
 def check_free(folder: Path, config: RunConfig) -> None:
@@ -253,6 +251,13 @@ def set_aside(folder: Path) -> None:
         os.rename(folder / FIGURES, folder / FIGURES_BEFORE)
 
 
+def runs_below(root: Path) -> Iterator[Path]:
+    """Folders of runs in a folder, those of a study two levels deeper."""
+    for depth in ("*", "*/*", "*/*/*"):
+        for manifest in root.glob(f"{depth}/{MANIFEST}"):
+            yield manifest.parent
+
+
 # -- notes ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,15 +267,6 @@ def read_notes(folder: Path) -> dict:
         return {"note": "", "tags": []} | read_json(Path(folder) / NOTES, FORMAT)
     except FileNotFoundError:
         return {"note": "", "tags": []}
-
-
-def write_notes(folder: Path, **changes) -> dict:
-    """Change `note` or `tags`; what is not named stays."""
-    folder = Path(folder)
-    with locked(folder):
-        notes = {"format": FORMAT, **read_notes(folder), **changes}
-        write_json(folder / NOTES, notes)
-    return notes
 
 
 def measured(folder: Path, stage: str) -> dict[str, dict]:
@@ -283,6 +279,16 @@ def measured(folder: Path, stage: str) -> dict[str, dict]:
         return read_json(Path(folder) / STAGES / f"{stage}.json", None)
     except FileNotFoundError:
         return {}
+
+
+@contextlib.contextmanager
+def further_events(folder: Path) -> Iterator[EventWriter]:
+    """The events of a run, to write more of the stage that trains; for a process that is none of its ranks."""
+    events = EventWriter(folder, stage=read_manifest(folder).get("stage"))
+    try:
+        yield events
+    finally:
+        events.close()
 
 
 # -- control -------------------------------------------------------------------------------------------------------
@@ -421,14 +427,12 @@ def state(folder: Path, process: subprocess.Popen | None = None) -> tuple[str, s
         manifest = read_manifest(folder)
         if manifest["status"] not in ALIVE or _is_supervised(folder, manifest, process):
             return manifest["status"], manifest["cause"]
-    steps = [beat["step"] for beat in read_heartbeats(folder).values() if beat["beats"]]
-    where = f"at about step {max(steps)}" if steps else "before its first step"
+    step = last_step(folder)
+    where = "before its first step" if step is None else f"at about step {step}"
     code = process.poll() if process else None
     how = f" (exit code {code})" if code is not None else ""
-    return (
-        "died",
-        f"its supervisor was killed or the machine restarted{how} while the run was {manifest['status']}, {where}",
-    )
+    killed = f"its supervisor was killed or the machine restarted{how}"
+    return "died", f"{killed} while the run was {manifest['status']}, {where}"
 
 
 def _last_sign(folder: Path) -> float:

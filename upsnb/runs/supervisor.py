@@ -21,6 +21,7 @@ from upsnb import config as configs
 from upsnb import overlays
 from upsnb.errors import RunError
 from upsnb.runs import checkpoint_index, files, postmortem, ranks, recovery, runfolder
+from upsnb.runs.events import last_step
 from upsnb.runs.mirror import Mirror
 from upsnb.runs.nodes import NodeWatch
 from upsnb.runs.postmortem import Ending
@@ -116,35 +117,33 @@ class Supervisor:
         """Answer a cold flip whose workers failed before they had done a step; the next launch is without it."""
         applied = runfolder.read_manifest(self.folder)["applied"]["overlay"]
         runfolder.update_manifest(self.folder, applied={"revision": flip["revision"], "overlay": applied})
-        events = runfolder.EventWriter(self.folder, stage=runfolder.read_manifest(self.folder).get("stage"))
-        events.write(
-            "flip",
-            flip["step"],
-            revision=flip["revision"],
-            applied=False,
-            reason=f"the relaunch failed, so the run goes on without it: {end.cause}",
-            changes={},
-            phases={},
-            phases_on=flip["phases_on"],
-            skipped={},
-            overlay=applied,
-            cold=True,
-            duration_ms=round(1e3 * (time.time() - flip["since"]), 3),
-        )
-        events.close()
+        with runfolder.further_events(self.folder) as events:
+            events.write(
+                "flip",
+                flip["step"],
+                revision=flip["revision"],
+                applied=False,
+                reason=f"the relaunch failed, so the run goes on without it: {end.cause}",
+                changes={},
+                phases={},
+                phases_on=flip["phases_on"],
+                skipped={},
+                overlay=applied,
+                cold=True,
+                duration_ms=round(1e3 * (time.time() - flip["since"]), 3),
+            )
 
     def _shrink(self, cause: str) -> bool:
-        return recovery.ask_for_less(self.folder, self.base, self.config, cause, self._last_step())
+        return recovery.ask_for_less(self.folder, self.base, self.config, cause, last_step(self.folder) or 0)
 
     def _segment(self, restarts: int, flip: dict | None) -> Ending:
         """Launch the workers once and watch them until none is left."""
-        log_start = self._open_segment(restarts, flip)
+        segment = self._open_segment(restarts, flip)
         training = self.config.training
-        segment = len(runfolder.read_manifest(self.folder)["segments"]) - 1
         watch = StallWatch(training.num_gpus, training.stall_timeout_s)
         others = NodeWatch(self.folder, training.num_nodes, segment)
         place = self.folder / TORCHRUN
-        workers = ranks.start(self.folder, self.config, place, segment, self.identity, worker=self.worker)
+        workers, log_start = ranks.start(self.folder, self.config, place, segment, self.identity, worker=self.worker)
         self.seen, self.stop_deadline, self.beats, signed = time.monotonic(), None, {}, -math.inf
         while workers.poll() is None:
             time.sleep(POLL_S)
@@ -158,7 +157,7 @@ class Supervisor:
                 self._follow(beats)
                 self.mirror.follow()
             forced = self._reason_to_kill()
-            left = None if forced else others.failed_for_good(time.monotonic())
+            left = None if forced else others.failed_for_good()
             hung = None if forced or left else watch.stalled(beats, time.monotonic())
             if hung and (absent := others.absent()):
                 hung = f"{hung}; machine {absent[0]} never joined (python -m upsnb join {self.folder}, there)"
@@ -238,17 +237,13 @@ class Supervisor:
             runfolder.update_manifest(self.folder, status=status)
             self.status = status
 
-    def _last_step(self) -> int:
-        steps = [beat["step"] for beat in runfolder.read_heartbeats(self.folder).values() if beat["beats"]]
-        return max(steps, default=0)
-
     def _open_segment(self, restarts: int, flip: dict | None) -> int:
-        """Begin a segment in manifest and events; returns where its output will begin in worker.log.
+        """Begin a segment in manifest and events; its number.
 
         It starts from config.yaml and what was changed since, by a cold flip's request or as it was applied last: a
         relaunch loses no flip, and makes none twice.
         """
-        step = self._last_step()
+        step = last_step(self.folder) or 0
         for pattern in ("heartbeat.rank*", "failure.rank*.json"):  # of the segment before; it has taken them in
             for path in self.folder.glob(pattern):
                 path.unlink()
@@ -271,14 +266,11 @@ class Supervisor:
             "environment": environment,  # NCCL's variables; the workers add what they see
             "environment_kept": kept,  # variables of the user that won over training.nccl_tuning
         }
-        events = runfolder.EventWriter(self.folder, stage=manifest.get("stage"))  # rank 0 is not there yet to write it
-        events.write("segment", segment["step"], number=segment["number"], num_ranks=self.config.training.num_gpus)
-        events.close()
+        with runfolder.further_events(self.folder) as events:
+            events.write("segment", step, number=segment["number"], num_ranks=segment["num_ranks"])
         self.status = "starting"
         runfolder.update_manifest(self.folder, status=self.status, segments=[*segments, segment])
-        with contextlib.suppress(FileNotFoundError):
-            return (self.folder / runfolder.LOG).stat().st_size
-        return 0
+        return segment["number"]
 
     def _close_segment(self, end: Ending, status: str | None = None) -> None:
         segments = runfolder.read_manifest(self.folder)["segments"]
@@ -316,9 +308,7 @@ class StallWatch:
             key = beat and (beat["step"], beat["beats"], beat["state"])
             if key != self.seen[rank][0]:
                 self.seen[rank] = (key, now)
-            stepped = (
-                beat is not None and beat["step"] > beat["first"] and beat["state"] not in ("compiling", "waiting")
-            )
+            stepped = beat and beat["step"] > beat["first"] and beat["state"] not in ("compiling", "waiting")
             # A rank that has ended well waits for the others, and is to exit once they have ended too.
             waits = rank in done and len(done) < self.num_ranks
             since = max(time for _, time in self.seen.values()) if rank in done else self.seen[rank][1]
@@ -329,10 +319,8 @@ class StallWatch:
         progress = {rank: (beats[rank]["step"], beats[rank]["beats"]) if rank in beats else (-1, 0) for rank in hung}
         last = [rank for rank in hung if progress[rank] == min(progress.values())]
         step = min(progress.values())[0]
-        where = (
-            f"at step {step}" if step >= 0 else "before its first step" if len(last) == 1 else "before their first step"
-        )
-        names = f"rank {last[0]}" if len(last) == 1 else f"ranks {', '.join(map(str, last))}"
+        names, whose = (f"rank {last[0]}", "its") if len(last) == 1 else (f"ranks {', '.join(map(str, last))}", "their")
+        where = f"at step {step}" if step >= 0 else f"before {whose} first step"
         silent = now - min(self.seen[rank][1] for rank in last)
         return f"{names} hung {where}: no heartbeat for {silent:.0f} s (stacks are in {runfolder.LOG})"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, create_model
 
 from upsnb.config import LoggingConfig
 from upsnb.data.audit import headline
@@ -43,6 +43,14 @@ COLUMNS = {  # and their types; nRMSE columns, one a dataset, stand after `steps
     "tags": "string",
     "note": "string",
 }
+# What anybody may have written into a run's files, as it has to be for the columns.
+_TYPES = {"string": str, "float64": float, "Int64": Annotated[int, Field(ge=0, lt=2**63)], "datetime64[s]": datetime}
+_Row = create_model(
+    "_Row",
+    __base__=Shape,
+    nrmse=dict[str, float | None],
+    **{name: (_TYPES[kind] | None, None) for name, kind in COLUMNS.items()},
+)
 UNREADABLE = "unreadable"  # status of a folder that holds no run, or one that cannot be read
 TAIL_BYTES = 1 << 16  # of events; about 150 steps
 
@@ -104,27 +112,6 @@ def folders(root: Path) -> Iterator[Path]:
         yield from (path.parent for path in inner)
         if not inner and not is_report:
             yield folder
-
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class _Row(Shape):
-    """What of a row comes from files that anybody may have written."""
-
-    train_time_s: float | None
-    num_ranks: Count | None
-    device: str | None
-    steps: Count
-    stage: str | None
-    split: str | None
-    unit: str | None
-    metric: str | None
-    samples_per_s: float | None
-    ci95_low: float | None
-    ci95_high: float | None
-    dollars: float | None
-    nrmse: dict[str, float | None]
 
 
 def row(folder: Path, name: str) -> dict:

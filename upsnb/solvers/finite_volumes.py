@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from upsnb.errors import DataError
-from upsnb.solvers.waves import WINDOW_START, Sample, draw_waves, initial_state, refuse_negative, window
+from upsnb.solvers.waves import WINDOW_START, Sample, blocks, draw_waves, initial_state, refuse_negative, window
 
 GAMMA = 5 / 3  # ratio of specific heats, of a gas of single atoms
 GRAVITY = 1.0
@@ -25,6 +25,7 @@ CFL = 0.8  # cells that waves may cross in a step, summed over directions; stabl
 # Cells per kept cell and axis.
 FINER = {1: 2, 2: 1, 3: 1}
 BURGERS_FINER, DAM_FINER = 4, 2
+BLOCK_CELLS = 16384  # solved at a time: few enough for fast memory, enough for NumPy's calls to pay
 
 # Random gases: ranges are read off PDEBench's small files.
 DENSITY = (1.0, 10.0)
@@ -396,7 +397,7 @@ def solve_burgers(seed: int, samples: range, parameters: dict, resolution: int, 
     refuse_negative(parameters)
     fine = BURGERS_FINER * resolution
     centres = (np.arange(fine) + 0.5) / fine
-    for block in _blocks(samples, fine):
+    for block in blocks(samples, BLOCK_CELLS // fine):
         solution = burgers(initial_state(draw_waves(seed, block), centres), parameters["Nu"], times)
         yield from ({"u": values} for values in _coarser(solution, BURGERS_FINER, 1))
 
@@ -407,7 +408,7 @@ def solve_gas(dims: int, seed: int, samples: range, parameters: dict, resolution
     fine = FINER[dims] * resolution
     names = ("density", *("Vx", "Vy", "Vz")[:dims], "pressure")
     cell = (2.0 if dims == 1 else 1.0) / fine  # the published boxes: (-1, 1), and the unit square and cube
-    for block in _blocks(samples, fine**dims):
+    for block in blocks(samples, BLOCK_CELLS // fine**dims):
         initial = np.stack([draw_gas(seed, sample, dims, fine, parameters.get("M")) for sample in block])
         solution = compressible(initial, parameters["eta"], parameters["zeta"], cell, times)
         for frames in _coarser(solution, FINER[dims], dims):
@@ -421,10 +422,3 @@ def solve_dams(seed: int, samples: range, parameters: dict, resolution: int, tim
         dam = draw_dam(seed, sample)
         solution = shallow_water(dam_height(dam, fine)[None], (BASIN[1] - BASIN[0]) / fine, times)
         yield {"height": _coarser(solution, DAM_FINER, 2)[0], **dam}
-
-
-def _blocks(samples: range, cells: int) -> Iterator[range]:
-    """Samples to be solved at a time: few enough for fast memory, enough for NumPy's calls to pay."""
-    size = max(1, 16384 // cells)
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]

@@ -5,11 +5,11 @@ own. The `solve_` functions draw the states and are what families generate files
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from upsnb.solvers.waves import draw_waves, initial_state, refuse_negative
+from upsnb.solvers.waves import blocks, draw_waves, initial_state, refuse_negative
 
 BLOCK_VALUES = 2**22  # of frames that are in memory at once, 32 MiB
 CIRCLE = np.exp(1j * np.pi * (np.arange(32) + 0.5) / 32)  # upper half: the operators are real, the lower is its mirror
@@ -70,13 +70,6 @@ def _march(state, times: np.ndarray, longest_step: float, method: Callable) -> l
     return states
 
 
-def _blocks(samples: range, num_values: int) -> Iterator[range]:
-    """Runs of samples of so many values each that fit in memory."""
-    size = max(1, BLOCK_VALUES // num_values)
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]
-
-
 def resample(fields: np.ndarray, resolution: int) -> np.ndarray:
     """Periodic fields on the cell centres of another grid along their last axis, exact for the waves that it holds."""
     num_points = fields.shape[-1]
@@ -124,7 +117,7 @@ def reaction_diffusion(states, nu, rho, times, longest_step=5e-4):
 def solve_reaction_diffusion(seed, samples, parameters, resolution, times):
     """1D reaction-diffusion of waves; parameters Nu and rho."""
     refuse_negative(parameters, "Nu")
-    for block in _blocks(samples, len(times) * resolution):
+    for block in blocks(samples, BLOCK_VALUES // (len(times) * resolution)):
         states = reaction_diffusion_states(seed, block, resolution)
         for fields in reaction_diffusion(states, parameters["Nu"], parameters["rho"], times):
             yield {"u": fields}
@@ -148,7 +141,7 @@ def solve_kuramoto_sivashinsky(seed, samples, parameters, resolution, times):
     """Kuramoto-Sivashinsky on its attractor, period 64, mean zero; parameter nu."""
     refuse_negative(parameters)
     grid, end, step = BURN_IN.values()
-    for block in _blocks(samples, len(times) * max(resolution, grid)):
+    for block in blocks(samples, BLOCK_VALUES // (len(times) * max(resolution, grid))):
         modes = np.zeros((len(block), grid // 2 + 1), dtype=np.complex128)
         for row, sample in zip(modes, block, strict=True):
             row[1:9] = grid / 8 * np.random.default_rng([seed, sample]).normal(size=(8, 2)) @ [1, 1j]
@@ -195,7 +188,7 @@ def fitzhugh_nagumo(states, diffusivities, k, times, longest_step=0.025):
 def solve_fitzhugh_nagumo(seed, samples, parameters, resolution, times):
     """2D reaction-diffusion out of noise, normal in each cell of the file; parameters Du, Dv and k."""
     refuse_negative(parameters, "Du", "Dv")
-    for block in _blocks(samples, 2 * len(times) * resolution**2):
+    for block in blocks(samples, BLOCK_VALUES // (2 * len(times) * resolution**2)):
         states = [np.random.default_rng([seed, sample]).normal(size=(2, resolution, resolution)) for sample in block]
         diffusivities = parameters["Du"], parameters["Dv"]
         for fields in fitzhugh_nagumo(np.stack(states), diffusivities, parameters["k"], times):
@@ -258,7 +251,7 @@ def solve_kolmogorov_flow(seed, samples, parameters, resolution, times):
     wavenumbers = np.hypot(np.fft.fftfreq(grid, 1 / grid)[:, None], np.arange(grid // 2 + 1))
     envelope = np.where(wavenumbers > 0, np.exp(-((wavenumbers / FORCING) ** 2)), 0)
     finer = 2 * math.ceil(resolution * 5 / 8)  # the 2/3 rule's loss of waves costs 1e-3 in 0.2 at 64 points, 2e-4 here
-    for block in _blocks(samples, len(times) * finer**2):
+    for block in blocks(samples, BLOCK_VALUES // (len(times) * finer**2)):
         noise = np.stack([np.random.default_rng([seed, sample]).normal(size=(grid, grid)) for sample in block])
         states = np.fft.irfft2(envelope * np.fft.rfft2(noise), (grid, grid))
         states *= FLOW_VORTICITY / states.std(axis=(1, 2), keepdims=True)

@@ -25,6 +25,13 @@ def refuse_negative(parameters: dict[str, float], *names: str) -> None:
             raise DataError(f"{name} is {parameters[name]:g} -> expected a number of at least 0")
 
 
+def blocks(samples: range, at_once: int) -> Iterator[range]:
+    """Samples in runs that are solved together: of so many, and of one at least."""
+    size = max(1, at_once)
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
 @dataclass(frozen=True)
 class Waves:
     """Initial states of n samples as formulas; arrays float64, first axis the sample."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,12 +30,12 @@ from upsnb.runs.files import Shape, read_json
 from upsnb.runs.recovery import in_one_line
 from upsnb.runs.runfolder import CHECKPOINTS, STARTUP_ALLOWANCE_S
 from upsnb.training import checkpoint_shards, parallel
+from upsnb.training.checkpoint_shards import Allocate
 from upsnb.training.parallel import Ranks
 
 FORMAT = checkpoint_index.FORMAT
 STATE = "state.json"
 WATCH_INTERVAL_S = 1.0
-Allocate = Callable[[tuple[str, ...], torch.Size, torch.dtype], "Tensor | None"]
 
 
 class _State(Shape):
@@ -50,7 +49,7 @@ class _State(Shape):
 # -- saving --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Save:
     """One checkpoint on its way to the disk."""
 
@@ -60,8 +59,7 @@ class _Save:
     budget_gb: float
     revision: int | None
     started: float
-    upload: Future | None = None  # None: the shards are written already
-    stall_s: float = 0.0  # how long training waited for an asynchronous save
+    stall_s: float | None = None  # how long training waited for an asynchronous save; None: to its end
 
 
 class Saver:
@@ -120,23 +118,17 @@ class Saver:
         self.wait()
         tensors, plain = checkpoint_shards.split(state)
         text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
-        step = state["step"]
-        written = checkpoint_index.temporary(self.folder, step)
-        save = (step, text, tuple(roles), budget_gb, revision, started)
+        save = _Save(state["step"], text, roles, budget_gb, revision, started)
+        written = checkpoint_index.temporary(self.folder, save.step)
         if asynchronous:
             self.stager = self.stager or checkpoint_shards.make_stager(self.ranks.device)
             upload = checkpoint_shards.write_later(tensors, written, self.group, self.stager)
-            stall_s = time.perf_counter() - started
-            self.in_flight = self.thread.submit(self._finish, _Save(*save, upload, stall_s))
+            save.stall_s = time.perf_counter() - started
+            self.in_flight = self.thread.submit(self._finish, save, upload.result)
             return
         self._close_stager()
         with self._alive(written):
-            try:
-                checkpoint_shards.write(tensors, written, self.group)
-            except BaseException:
-                self._clean_up(step)
-                raise
-            self._finish(_Save(*save))
+            self._finish(save, lambda: checkpoint_shards.write(tensors, written, self.group))
         parallel.barrier(self.ranks)
 
     def poll(self) -> None:
@@ -163,17 +155,19 @@ class Saver:
             self.stager.close()
             self.stager = None
 
-    # -- after the shards ---------------------------------------------------------------------------------------------
+    def _finish(self, save: _Save, write: Callable[[], object]) -> None:
+        """Write this rank's shards and hash them; on rank 0 put the checkpoint in its place.
 
-    def _finish(self, save: _Save) -> None:
-        """Hash this rank's shards; on rank 0 put the checkpoint in its place. On a thread if in the background."""
+        Args:
+            write: returns once the shards are on the disk; in the background, where this runs on a thread, it waits.
+        """
         try:
-            if save.upload is not None:
-                save.upload.result()
+            with checkpoint_shards.first_failure():
+                write()
             written = checkpoint_index.temporary(self.folder, save.step)
             own = written.glob(f"__{self.ranks.rank}_*")
             digests = {path.name: checkpoint_index.digest(path, self._count) for path in sorted(own)}
-            for rank, other in enumerate(self._gather(digests)):
+            for rank, other in enumerate(parallel.all_gather_objects(self.ranks, digests, self.group)):
                 missing = [name for name in other if not (written / name).is_file()]
                 if missing and self.ranks.rank == 0:  # alone, because once it has seen all it moves them
                     raise RunError(
@@ -183,12 +177,10 @@ class Saver:
                 digests |= other
             if self.ranks.rank == 0:
                 self._commit(save, written, digests)
-        except BaseException as error:
-            self._clean_up(save.step)
-            failure = checkpoint_shards.first_failure(error)
-            if failure is error:
-                raise
-            raise failure from error
+        except BaseException:  # gives the disk space back, so that the end of the run can be written down
+            if self.ranks.rank == 0:
+                checkpoint_index.discard(self.folder, save.step)
+            raise
 
     def _commit(self, save: _Save, written: Path, digests: dict[str, dict]) -> None:
         with open(written / STATE, "w") as file:
@@ -200,7 +192,6 @@ class Saver:
         path = checkpoint_index.commit(self.folder, save.step, files, save.roles, save.budget_gb, self.last)
         self.last = path.name
         now = time.perf_counter()
-        background = save.upload is not None
         self.events.write(
             "checkpoint",
             save.step,
@@ -208,23 +199,11 @@ class Saver:
             best="best" in save.roles,
             epoch_end="epoch" in save.roles,
             revision=save.revision,
-            asynchronous=background,
-            stall_s=round(save.stall_s if background else now - save.started, 4),
+            asynchronous=save.stall_s is not None,
+            stall_s=round(now - save.started if save.stall_s is None else save.stall_s, 4),
             save_s=round(now - save.started, 4),
             size_mib=round(checkpoint_index.num_bytes(files) / 2**20, 3),
         )
-
-    def _gather(self, value) -> list:
-        if self.ranks.world_size == 1:
-            return [value]
-        values = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def _clean_up(self, step: int) -> None:
-        """Give the disk space of a failed save back, so that the end of the run can be written down."""
-        if self.ranks.rank == 0:
-            checkpoint_index.discard(self.folder, step)
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
@@ -266,47 +245,39 @@ def _bytes_below(folder: Path) -> int:
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
+def whole(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Room for a tensor of a checkpoint on the host, in one piece."""
+    return torch.empty(shape, dtype=dtype)
+
+
 def load(
-    folder: Path | str,
-    which: str = "latest",
-    device: torch.device | str = "cpu",
-    ranks: Ranks | None = None,
-    allocate: Allocate | None = None,
+    folder: Path | str, which: str = "latest", ranks: Ranks | None = None, allocate: Allocate = whole
 ) -> dict | None:
     """The state of a checkpoint that is whole, nested as it was saved; None where there is no checkpoint at all.
 
     Added are `name`, which checkpoint it is, and `passed_over`, what is wrong with those that should have come first.
 
     Args:
-        device: where tensors go, in one piece each; unless `allocate` says otherwise.
         ranks: enter together, rank 0 chooses; None: this process reads for itself, whatever wrote the checkpoint.
-        allocate: (path in the nest, shape, dtype) to the tensor to fill, which may be a DTensor; None leaves it out.
     Raises:
         RunError: no checkpoint is whole, or one holds something else than tensors; nothing in it was executed.
     """
-    together = ranks is not None and ranks.world_size > 1
-    chosen, problem = None, None
-    if not together or ranks.rank == 0:
+    ranks, chosen, problem = ranks or Ranks(), None, None
+    if ranks.rank == 0:
         try:
             chosen = checkpoint_index.choose(folder, which, _fault)
         except RunError as error:
             problem = str(error)
-    if together:
-        chosen, problem = parallel.all_gather_objects(ranks, (chosen, problem))[0]
+    chosen, problem = parallel.all_gather_objects(ranks, (chosen, problem))[0]
     if problem is not None:
         raise RunError(problem)
     if chosen is None:
         return None
-
-    def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        if allocate is not None:
-            return allocate(checkpoint_shards.parts(name), shape, dtype)
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    group = ranks.control_group if together else None
+    alone = ranks.world_size == 1
+    group = None if alone else ranks.control_group
     with as_saved(chosen.path):
         plain = read_json(chosen.path / STATE, None, _State)
-        tensors = checkpoint_shards.read(chosen.path, chosen.files, room, group, alone=not together)
+        tensors = checkpoint_shards.read(chosen.path, chosen.files, allocate, group, alone)
         state = checkpoint_shards.merge(tensors, plain)
     return {**state, "name": chosen.path.name, "passed_over": list(chosen.passed_over)}
 
@@ -367,6 +338,6 @@ def room_for(model: nn.Module) -> Allocate:
         for part in path:
             if part in sharded and sharded[part].shape == shape:
                 return torch.empty_like(sharded[part], dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype)
+        return whole(path, shape, dtype)
 
     return allocate

@@ -6,6 +6,7 @@ other layout, because a reader asks for regions of tensors and not for files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import math
@@ -13,7 +14,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +29,8 @@ from upsnb.errors import RunError
 
 METADATA = ".metadata"  # DCP's table of contents
 FULL_BYTES = 1 << 16  # a disk with less is full: torch's writer says "unexpected pos" where the system said ENOSPC
-Allocate = Callable[[str, torch.Size, torch.dtype], "Tensor | None"]
+# (path in the nest, shape, dtype) to the tensor that is filled, plain or DTensor; None leaves it out
+Allocate = Callable[[tuple[str, ...], torch.Size, torch.dtype], "Tensor | None"]
 
 # The table of contents is a pickle. These names are all that it needs, and none of them does anything but hold data.
 _ALLOWED = {
@@ -130,7 +132,7 @@ class _Writer(FileSystemWriter):
 
 
 def write(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None) -> None:
-    """Write tensors and wait until they are on the disk; all ranks of the group enter.
+    """Write tensors and wait until they are on the disk; all ranks of the group enter, within `first_failure`.
 
     Args:
         tensors: plain ones or DTensors; a plain tensor of one name is the same on all ranks that have it.
@@ -140,10 +142,7 @@ def write(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None) 
     """
     with warnings.catch_warnings():
         _hush()
-        try:
-            dcp.save(tensors, storage_writer=_Writer(folder), planner=_save_planner(), process_group=group)
-        except dcp.api.CheckpointException as error:
-            raise first_failure(error) from error
+        dcp.save(tensors, storage_writer=_Writer(folder), planner=_save_planner(), process_group=group)
 
 
 def write_later(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None, stager):
@@ -167,13 +166,18 @@ def make_stager(device: torch.device):
     return dcp.staging.DefaultStager(options)
 
 
-def first_failure(error: BaseException) -> BaseException:
-    """What went wrong on the first rank that failed, instead of DCP's collection of them."""
-    if not isinstance(error, dcp.api.CheckpointException) or not error.failures:
-        return error
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    cause.add_note(f"on rank {rank}, of a checkpoint")
-    return cause
+@contextlib.contextmanager
+def first_failure() -> Iterator[None]:
+    """Raises what went wrong on the first rank that failed, instead of DCP's collection of them."""
+    try:
+        yield
+    except dcp.api.CheckpointException as error:
+        if not error.failures:
+            raise
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
+        cause.add_note(f"on rank {rank}, of a checkpoint")
+        raise cause from error
 
 
 def _save_planner() -> DefaultSavePlanner:
@@ -275,7 +279,6 @@ def read(
     """Tensors by name, each rank reading only the regions that it holds; all ranks of the group enter.
 
     Args:
-        allocate: (name, shape, dtype) to the tensor that is filled, plain or DTensor; None leaves it out.
         alone: this process reads by itself, whatever groups it is in.
     Raises:
         RunError: a file is not what it should be; nothing in it was executed.
@@ -283,14 +286,11 @@ def read(
     metadata = read_metadata(folder, files)
     targets: dict[str, Tensor] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        target = allocate(name, entry.size, entry.properties.dtype)
+        target = allocate(parts(name), entry.size, entry.properties.dtype)
         if target is not None:
             targets[name] = target
     reader, planner = _Reader(folder, metadata), DefaultLoadPlanner(False, False)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), first_failure():
         _hush()
-        try:
-            dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
-        except dcp.api.CheckpointException as error:
-            raise first_failure(error) from error
+        dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
     return targets

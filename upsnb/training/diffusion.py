@@ -23,6 +23,7 @@ from upsnb.models.diffusion import (
     denoise,
     noise_level,
 )
+from upsnb.models.network import evaluating
 from upsnb.rules import LOSS_TERMS
 from upsnb.training.frozen import PairRows
 from upsnb.training.losses import Objective
@@ -93,14 +94,9 @@ class DenoisingObjective(Objective):
     def idle(self, batch: Batch) -> Tensor:
         return self.terms(batch, {})[self.TERM]
 
-    def known(self, name: str, inputs: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a surrogate is given in one call: x, parameters and relative_dt, normalised."""
-        model, x = self.model, self.model.normalise(name, inputs)
-        return x, model.normalise_parameters(name, parameters), model.relative_dt(name, x, model.specs[name].dt)
-
     def errors(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor, *kept: Tensor) -> tuple:
         """Of the frozen model, normalised, and what it was given: x, its forecast, parameters and relative_dt."""
-        x, known, relative_dt = self.known(name, inputs, parameters)
+        x, known, relative_dt = self.model.normalised(name, inputs, parameters, self.model.specs[name].dt)
         if kept:
             forecast = kept[0]
         else:  # in float32, as it is kept, measured and corrected: 16 bits err by as much as what is to be learned
@@ -108,16 +104,20 @@ class DenoisingObjective(Objective):
                 forecast = self.model.before.predict(name, x, known, relative_dt).float()
         return self.model.normalise(name, targets, "output") - forecast, x, forecast, known, relative_dt
 
+    def _error(self, *fields) -> Tensor:
+        return self.errors(*fields)[0]
+
     @torch.no_grad()
     def measured(self, dataset: Dataset, split: str, of: Callable[..., Tensor]) -> Tensor:
         """Root mean square of what `of` makes of some pairs of a split, by frame and channel, (T_out, C_out).
 
         Args:
+            split: the training split stands for one that is empty.
             of: (name, inputs, targets, parameters) -> (B, T_out, C_out, *grid).
         """
-        model, spec, squares = self.model.eval(), dataset.spec, []
-        device, frames = next(model.parameters()).device, spec.input_frames + spec.output_frames
-        samples = thinned(dataset.splits[split], MEASURED)
+        spec, squares = dataset.spec, []
+        device, frames = next(self.model.parameters()).device, spec.input_frames + spec.output_frames
+        samples = thinned(dataset.splits[split if len(dataset.splits[split]) else "train"], MEASURED)
         starts = np.linspace(0, max(len(dataset.frames) - frames, 0), len(samples)).astype(int)
         for sample, start in zip(samples, starts):
             inputs, targets = map(
@@ -126,9 +126,9 @@ class DenoisingObjective(Objective):
             if spec.time_dependent:
                 inputs, targets = inputs[:, : spec.input_frames], inputs[:, spec.input_frames :, : spec.output_channels]
             parameters = torch.from_numpy(dataset.source.parameters[[sample]])
-            found = of(spec.name, *(some.to(device) for some in (inputs, targets, parameters)))[0]
+            with evaluating(self.model):
+                found = of(spec.name, *(some.to(device) for some in (inputs, targets, parameters)))[0]
             squares.append(found.square().flatten(2).mean(2))
-        model.train()
         return torch.stack(squares).mean(0).sqrt().clamp_min(1e-8)
 
 
@@ -144,15 +144,10 @@ class DiffusionObjective(DenoisingObjective):
 
     def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
         for name, dataset in datasets.items():
-            seen = self.measured(dataset, "train", self._error)
-            held_out = len(dataset.splits["validation"])
-            unseen = self.measured(dataset, "validation", self._error) if held_out else seen
+            seen, unseen = (self.measured(dataset, split, self._error) for split in ("train", "validation"))
             self.model.set_spread(name, seen, unseen)
             larger = (unseen / seen).max().item()
             log(f"{name}: errors on validation samples are {larger:.2f} times those on training samples")
-
-    def _error(self, *fields) -> Tensor:
-        return self.errors(*fields)[0]
 
     def level(self, name: str, pairs: int, device: torch.device) -> Tensor:
         drawn = torch.randn(pairs, generator=self.generator, device=device)
@@ -174,9 +169,8 @@ class RefineObjective(DenoisingObjective):
 
     def begin(self, datasets: Mapping[str, Dataset], log: Callable[[str], None]) -> None:
         for name, dataset in datasets.items():
-            held_out = "validation" if len(dataset.splits["validation"]) else "train"
             change = self.measured(dataset, "train", self._change)
-            self.model.set_spread(name, change, self.measured(dataset, held_out, lambda *f: self.errors(*f)[0]))
+            self.model.set_spread(name, change, self.measured(dataset, "validation", self._error))
             levels = ", ".join(f"{level:.2g}" for level in self.model.levels(name).tolist())
             log(f"{name}: noise on forecasts, as shares of what a call changes: {levels}")
 
@@ -189,8 +183,9 @@ class RefineObjective(DenoisingObjective):
         return self.model.levels(name)[chosen]
 
     def clean(self, name: str, inputs: Tensor, targets: Tensor, parameters: Tensor, *kept: Tensor) -> tuple:
-        change = self._change(name, inputs, targets, parameters)
-        return change / self.model.spread(name, "change", change.dim() - 3), self.known(name, inputs, parameters)
+        model, change = self.model, self._change(name, inputs, targets, parameters)
+        given = model.normalised(name, inputs, parameters, model.specs[name].dt)
+        return change / model.spread(name, "change", change.dim() - 3), given
 
 
 class ConsistencyObjective(DiffusionObjective):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,9 @@ from upsnb.config import EvaluationConfig
 from upsnb.data import audit, symmetries
 from upsnb.data.datasets import Dataset
 from upsnb.data.source import thinned
+from upsnb.models.network import evaluating
 from upsnb.models.surrogate import Surrogate
+from upsnb.runs.files import replacing
 from upsnb.training import ensembles, metrics, parallel, precision, stages
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
@@ -33,11 +34,11 @@ REFERENCES = ("lookup", "training_mean")  # forecasts without a model beside the
 
 @contextmanager
 def evaluation_model(setup: Setup) -> Iterator[Surrogate]:
-    """The model as it is evaluated: averaged weights where they are kept, whole on every rank; all ranks enter.
+    """The model as it is evaluated: in evaluation mode, with averaged weights where they are kept, whole on every rank.
 
     Sharded weights are gathered once, in float32, into a model of this rank's own: 0.09 GB for the 21.4 M parameters of
     the published recipe, freed afterwards. Its calls are no collectives, so ranks may have any number of samples each,
-    and one rank may go on alone.
+    and one rank may go on alone. All ranks enter.
     """
     if setup.ema is not None:
         setup.ema.swap()
@@ -46,8 +47,7 @@ def evaluation_model(setup: Setup) -> Iterator[Surrogate]:
         if setup.config.training.use_fsdp2:
             model = stages.build(setup.config, setup.datasets, setup.stage).model.to(setup.ranks.device)
             model.load_state_dict(parallel.gather_full(setup.model.state_dict()))
-            model.eval()
-        with precision.highest():
+        with precision.highest(), evaluating(model):
             yield model
     finally:
         if setup.ema is not None:
@@ -68,6 +68,7 @@ def evaluate(
     """Metrics of every dataset on one split; all ranks enter, each takes a share of the samples.
 
     Args:
+        model: in evaluation mode.
         alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
         fraction: share of the split's samples that is measured, the same ones each time.
         lookup: score as well the trajectory of the training sample that begins most alike, and the mean training
@@ -78,8 +79,6 @@ def evaluate(
         leaks, "leak": how many samples begin as a training sample does, how many nearly so, and "distinct", all those
         numbers of the others; null if there are none.
     """
-    was_training = model.training
-    model.eval()
     results = {}
     for name, dataset in datasets.items():
         chosen = spread(np.arange(len(dataset.splits[split])), fraction)
@@ -92,12 +91,12 @@ def evaluate(
         for start in range(0, len(share), config.samples_per_call):
             alive()
             chosen, known = (some[start : start + config.samples_per_call] for some in (share, twins))
-            for kind, forecast, truth, index in _forecasts(model, dataset, chosen, known, config, ranks.device):
-                parts[kind].append(metrics.sample_statistics(forecast, truth, sample_index=index))
+            index = torch.from_numpy(chosen)
+            for kind, forecast, truth in _forecasts(model, dataset, chosen, known, config, ranks.device):
+                parts[kind].append(metrics.sample_statistics(forecast.cpu(), truth.cpu(), index))
         gathered = parallel.all_gather_objects(ranks, parts)
         merged = {kind: [p for rank in gathered for p in rank[kind]] for kind in parts}
         results[name] = _summary(dataset, samples, merged, distance)
-    model.train(was_training)
     return results
 
 
@@ -107,37 +106,30 @@ def spread(samples: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def _forecasts(model, dataset, chosen, twins, config, device) -> Iterator[tuple]:
-    """(kind, forecast, truth, sample index) of some samples, in physical units on the CPU."""
-    spec = dataset.spec
+    """(kind, forecast, truth) of some samples, in physical units."""
+    spec, training_mean = dataset.spec, torch.from_numpy(dataset.training_mean)
     inputs, targets, parameters = read_samples(dataset, chosen, device)
-    index = torch.from_numpy(chosen)
+    given, rest = given_and_rest(dataset, inputs, targets)
     if len(twins):
-        first = dataset.given_frames if spec.time_dependent else 0
-        known = read_samples(dataset, twins, device)[1]
-        truth = targets[:, first:].cpu()
-        yield "lookup", known[:, first:].cpu(), truth, index
+        yield "lookup", given_and_rest(dataset, *read_samples(dataset, twins, device)[:2])[1], rest
         if spec.time_dependent:  # elsewhere it is the baseline
-            yield "training_mean", torch.from_numpy(dataset.training_mean[first:]).expand_as(truth), truth, index
+            yield "training_mean", training_mean[dataset.given_frames :].expand_as(rest), rest
     if not spec.time_dependent:
-        forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
-        yield "model", forecast.cpu(), targets.cpu(), index
-        yield "baseline", torch.from_numpy(dataset.training_mean).expand_as(targets), targets.cpu(), index
+        yield "model", predict(model, dataset, inputs, parameters, config.symmetry_average), targets
+        yield "baseline", training_mean.expand_as(targets), targets
         return
     # one call from every start that leaves no gap and no overlap between forecasts, joined along time
     starts = range(0, inputs.shape[1] - spec.input_frames - spec.output_frames + 1, spec.output_frames)
     windows = [inputs[:, first : first + spec.input_frames] for first in starts]
     forecast = torch.cat([predict(model, dataset, window, parameters) for window in windows], dim=1)
     held = [metrics.persistence(targets[:, : spec.input_frames + n], spec.output_frames) for n in starts]
-    persisted = torch.cat(held, dim=1)
     truth = targets[:, spec.input_frames :][:, : forecast.shape[1]]
-    yield "model", forecast.cpu(), truth.cpu(), index
-    yield "baseline", persisted.cpu(), truth.cpu(), index
+    yield "model", forecast, truth
+    yield "baseline", torch.cat(held, dim=1), truth
     if config.rollout:
-        given, truth = inputs[:, : dataset.given_frames], targets[:, dataset.given_frames :]
-        forecast = roll_out(model, dataset, given, parameters, truth.shape[1])
-        yield "rollout", forecast.cpu(), truth.cpu(), index
-        held = metrics.persistence(targets[:, : dataset.given_frames], truth.shape[1])
-        yield "rollout_baseline", held.cpu(), truth.cpu(), index
+        num_frames = rest.shape[1]
+        yield "rollout", model.rollout(dataset.name, given, parameters, dataset.dt, num_frames), rest
+        yield "rollout_baseline", metrics.persistence(targets[:, : dataset.given_frames], num_frames), rest
 
 
 @torch.no_grad()
@@ -157,15 +149,14 @@ def evaluate_ensembles(
     `config.samples_per_call` forecasts are computed at a time.
 
     Args:
+        model: in evaluation mode.
         first: so many samples of each dataset, evenly from all over it, before the others; None: all at once.
         go_on: whether to look at the others too, given what was found of the first ones; the same on every rank.
     Returns:
         {dataset: as of `ensembles.reduce`, and "samples", "forecast_s" of all members of one; where there is a time,
         "times" and the "correlation_time" of the members' mean}
     """
-    was_training, results = model.training, {}
-    model.eval()
-    parts: dict[str, list[dict]] = {name: [] for name in datasets}
+    results, parts = {}, {name: [] for name in datasets}
     known: dict[str, list[int]] = {name: [] for name in datasets}
     spent_s: dict[str, list[float]] = {name: [] for name in datasets}
     for is_first in (True, False) if first else (False,):
@@ -180,20 +171,18 @@ def evaluate_ensembles(
                 results[name] = _ensemble_summary(dataset, parts[name], known[name], spent_s[name])
         if is_first and not go_on(results):
             break
-    model.train(was_training)
     return results
 
 
 def _ensemble_parts(model, dataset, samples, config, device, spent_s: list[float], alive) -> list[dict]:
     """Statistics of some samples' ensembles; adds to `spent_s` how long one took, with all its members."""
-    members, moves, parts = config.members if model.draws else 1, dataset.spec.time_dependent, []
+    members, parts = config.members if model.draws else 1, []
     at_once, scale = max(1, config.samples_per_call // members), torch.tensor(dataset.spec.output_std)
     for start in range(0, len(samples), at_once):
         alive()
         chosen = samples[start : start + at_once]
         inputs, targets, parameters = read_samples(dataset, chosen, device)
-        first = dataset.given_frames if moves else 0
-        given, truth = inputs[:, :first] if moves else inputs, targets[:, first:]
+        given, truth = given_and_rest(dataset, inputs, targets)
         began = time.perf_counter()
         drawn = model.ensemble(dataset.name, given, parameters, dataset.dt, truth.shape[1], members, chosen).cpu()
         spent_s.append((time.perf_counter() - began) / len(chosen))
@@ -204,7 +193,7 @@ def _ensemble_parts(model, dataset, samples, config, device, spent_s: list[float
 def _ensemble_summary(dataset: Dataset, parts: list[dict], samples: list[int], spent_s: list[float]) -> dict:
     found = ensembles.reduce(parts) | {"samples": list(samples), "forecast_s": float(np.median(spent_s or [math.nan]))}
     if dataset.spec.time_dependent:
-        times, until = dataset.source.times[dataset.frames[dataset.given_frames :]], _given_until(dataset)
+        times, until = _forecast_times(dataset)
         lasts, lost = metrics.correlation_time(times, found["per_time"]["correlation"], until)
         found |= {"times": times.tolist(), "correlation_time": lasts, "correlation_lost": lost}
     return found
@@ -219,16 +208,18 @@ def read_samples(dataset: Dataset, samples: np.ndarray, device) -> tuple[Tensor,
     return inputs, targets, parameters.to(device)
 
 
+def given_and_rest(dataset: Dataset, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What a rollout is given of whole trajectories, and what it is to forecast."""
+    if not dataset.spec.time_dependent:
+        return inputs, targets
+    return inputs[:, : dataset.given_frames], targets[:, dataset.given_frames :]
+
+
 def predict(model: Surrogate, dataset: Dataset, inputs, parameters, symmetry_average=False) -> Tensor:
     """One call, physical units; on request averaged over the equation's symmetries, where they are few."""
     if symmetry_average and "turn" in dataset.family.symmetries and dataset.source.mirrors:
         return symmetries.average(dataset.family, lambda x: model(dataset.name, x, parameters, dataset.dt), inputs)
     return model(dataset.name, inputs, parameters, dataset.dt)
-
-
-def roll_out(model: Surrogate, dataset: Dataset, given, parameters, num_frames: int) -> Tensor:
-    """Self-fed forecast of `num_frames` frames, physical units."""
-    return model.rollout(dataset.name, given, parameters, dataset.dt, num_frames)
 
 
 def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list], distance: np.ndarray) -> dict:
@@ -245,14 +236,14 @@ def _summary(dataset: Dataset, samples: np.ndarray, merged: dict[str, list], dis
         },
     }
     if "rollout" in statistics:
-        frames = dataset.frames[dataset.given_frames :]
+        times, until = _forecast_times(dataset)
         rollout, persisted = statistics["rollout"], statistics["rollout_baseline"]
         summary["per_channel"]["rollout_nrmse"] = _by_channel(dataset, rollout)
         summary["per_sample"]["rollout_nrmse"] = metrics.nrmse_per_sample(rollout).tolist()
         summary["per_sample"]["rollout_persistence_nrmse"] = metrics.nrmse_per_sample(persisted).tolist()
         summary["per_time"] = {
-            "time": dataset.source.times[frames].tolist(),
-            "given_until": _given_until(dataset),
+            "time": times.tolist(),
+            "given_until": until,
             "correlation": metrics.correlation_per_time(rollout).tolist(),
             "rollout_nrmse": metrics.nrmse_per_time(rollout).tolist(),
             "rollout_nrmse_quartiles": _quartiles(rollout),
@@ -272,11 +263,12 @@ def _scores(dataset: Dataset, statistics: dict[str, dict[str, Tensor]]) -> dict:
     static = not dataset.spec.time_dependent
     size = math.prod(high - low for low, high in dataset.family.domain)
     reduced = {kind: metrics.reduce(found, size) for kind, found in statistics.items()}
-    baseline, rolled = metrics.baseline_key(static), "" if static else "rollout_"
+    forecast = "training mean" if static else "persistence"  # without a model, which scores stand beside
+    baseline, rolled = f"{'baseline' if static else 'persistence'}_nrmse_mean", "" if static else "rollout_"
     references = {f"{rolled}{kind}_nrmse_mean": reduced[kind]["nrmse_mean"] for kind in REFERENCES if kind in reduced}
     scores = {
         "num_samples": len(statistics["model"]["error_square"]),
-        "baseline": metrics.baseline_name(static),
+        "baseline": forecast,
         **reduced["model"],
         baseline: reduced["baseline"]["nrmse_mean"],
         **references,
@@ -284,16 +276,17 @@ def _scores(dataset: Dataset, statistics: dict[str, dict[str, Tensor]]) -> dict:
     if "rollout" in reduced:
         scores |= {f"rollout_{key}": value for key, value in reduced["rollout"].items()}
         scores[f"rollout_{baseline}"] = reduced["rollout_baseline"]["nrmse_mean"]
-        times = dataset.source.times[dataset.frames[dataset.given_frames :]]
+        times, until = _forecast_times(dataset)
         correlations = metrics.correlation_per_time(statistics["rollout"])
-        lasts, lost = metrics.correlation_time(times, correlations, _given_until(dataset))
+        lasts, lost = metrics.correlation_time(times, correlations, until)
         scores |= {"rollout_correlation_time": lasts, "rollout_correlation_lost": lost}
     return scores
 
 
-def _given_until(dataset: Dataset) -> float:
-    """Time of the last frame that a rollout is given."""
-    return float(dataset.source.times[dataset.frames[dataset.given_frames - 1]])
+def _forecast_times(dataset: Dataset) -> tuple[np.ndarray, float]:
+    """Times of the frames that a rollout forecasts, and of the last one that it is given."""
+    times = dataset.source.times[dataset.frames]
+    return times[dataset.given_frames :], float(times[dataset.given_frames - 1])
 
 
 def _by_channel(dataset: Dataset, statistics: dict[str, Tensor]) -> dict[str, float]:
@@ -361,10 +354,9 @@ def save_examples(
     """Forecast and truth of some samples of each dataset, as one .npz file that is whole whenever it is read.
 
     Args:
+        model: in evaluation mode.
         ranked: those from the best to the worst; otherwise one, the first that was measured, the same each time.
     """
-    was_training = model.training
-    model.eval()
     arrays: dict[str, np.ndarray] = {}
     for name, result in results.items():
         dataset = datasets[name]
@@ -374,15 +366,14 @@ def save_examples(
         picks = ranking[np.unique(np.linspace(0, len(ranking) - 1, count).round().astype(int))] if ranked else [0]
         samples = np.asarray(result["per_sample"]["samples"])[picks]
         inputs, targets, parameters = read_samples(dataset, samples, device)
+        given, truth = given_and_rest(dataset, inputs, targets)
         if dataset.spec.time_dependent:
-            given = inputs[:, : dataset.given_frames]
-            forecast = roll_out(model, dataset, given, parameters, inputs.shape[1] - given.shape[1])
-            inputs, targets = given, targets[:, dataset.given_frames :]
+            forecast = model.rollout(name, given, parameters, dataset.dt, truth.shape[1])
         else:
-            forecast = predict(model, dataset, inputs, parameters, config.symmetry_average)
+            forecast = predict(model, dataset, given, parameters, config.symmetry_average)
         arrays |= {
-            f"{name}/inputs": inputs.cpu().numpy(),
-            f"{name}/truth": targets.cpu().numpy(),
+            f"{name}/inputs": given.cpu().numpy(),
+            f"{name}/truth": truth.cpu().numpy(),
             f"{name}/forecast": forecast.cpu().numpy(),
             f"{name}/nrmse": scores[picks],
             f"{name}/samples": samples,
@@ -390,8 +381,5 @@ def save_examples(
         }
         for axis, values in zip("xyz", dataset.source.coordinates, strict=False):
             arrays[f"{name}/{axis}"] = values
-    model.train(was_training)  # validation is in the middle of training
-    unfinished = path.with_name(f".{path.name}")
-    with open(unfinished, "wb") as file:  # by name, savez would add an ending of its own
+    with replacing(path) as file:
         np.savez_compressed(file, **arrays)
-    os.replace(unfinished, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ class Costs:
     compute_s: float
     read_s: float
     nbytes: int
-    rows: int
 
     def against(self, seen: float, free: int) -> str:
         """Why a cache would not pay, or an empty text.
@@ -123,7 +123,7 @@ def tried(compute: Compute, rows: int, at_once: int, folder: Path, device: torch
     finally:
         trial.unlink(missing_ok=True)
     size = found[0].numel() * found.element_size() * rows
-    return Costs(compute_s / len(numbers), read_s / len(numbers), size, rows)
+    return Costs(compute_s / len(numbers), read_s / len(numbers), size)
 
 
 def _middle(call: Callable[[], object], device: torch.device | str) -> float:
@@ -134,7 +134,7 @@ def _middle(call: Callable[[], object], device: torch.device | str) -> float:
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
-    return sorted(times)[TRIALS // 2]
+    return statistics.median(times)
 
 
 def build(path: Path, compute: Compute, rows: int, at_once: int, log: Callable[[str], None]) -> Rows:

@@ -6,7 +6,6 @@ and a run answers with the last stage that passed. The test split is not looked 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from upsnb.config import OPERATOR, RunConfig
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
 from upsnb.runs.events import without_nonfinite
+from upsnb.runs.files import replacing
 from upsnb.runs.recovery import in_one_line
 from upsnb.runs.throughput import NUM_RESAMPLES
 from upsnb.training.stages import TEACHERS
@@ -166,9 +166,8 @@ def keep(folder: Path, stage: str, weights: Mapping[str, Tensor], found: Mapping
     path = folder / runfolder.STAGES / f"{stage}.pt"
     path.parent.mkdir(exist_ok=True)
     runfolder.write_json(path.with_suffix(".json"), without_nonfinite(found))
-    unfinished = path.with_name(f".{path.name}")
-    torch.save(dict(weights), unfinished)
-    os.replace(unfinished, path)
+    with replacing(path) as file:
+        torch.save(dict(weights), file)
 
 
 def is_kept(folder: Path, stage: str) -> bool:

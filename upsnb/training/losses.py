@@ -26,29 +26,9 @@ from upsnb.rules import INVERSE_TERMS, LOSS_TERMS, acts
 from upsnb.spans import INVERSE, span
 from upsnb.training import ensembles
 
+ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 WITHOUT_OPERATOR = frozenset({"inv_enc", "latent_diversity"})  # need the encoded latent only
 WITHOUT_DECODER = WITHOUT_OPERATOR | {"forward", "latent_norm"}  # need no field out of the advanced latent
-
-
-def active_terms(config: TrainingConfig, step: int, microbatch: int) -> dict[str, float]:
-    """Weights of the terms that this microbatch computes.
-
-    A term computed every k-th microbatch is weighted k-fold when it is, so that its mean gradient does not depend on k.
-
-    Args:
-        step: optimizer steps done, for the warm-up.
-        microbatch: microbatches of this dataset done, for the frequency.
-    """
-    weights = {}
-    for term in LOSS_TERMS:
-        weight = getattr(config, f"lambda_{term}")
-        every = config.inverse_loss_frequency if term in INVERSE_TERMS else config.loss_frequency.get(term, 1)
-        rise = config.loss_warmup_steps.get(term, 0)
-        if rise:
-            weight *= min(1.0, (step + 1) / rise)
-        if weight > 0 and microbatch % every == 0:
-            weights[term] = weight * every
-    return weights
 
 
 def turn(training: TrainingConfig) -> int:
@@ -136,8 +116,25 @@ class Objective(nn.Module, ABC):
         self.touch_any = False
 
     def weights(self, step: int, microbatch: int) -> dict[str, float]:
-        """Those of the terms that a microbatch computes, as `active_terms` says. May be written."""
-        return active_terms(self.config, step, microbatch)
+        """Those of the terms that a microbatch computes. May be written.
+
+        A term computed every k-th microbatch is weighted k-fold when it is, so that its mean gradient does not depend
+        on k.
+
+        Args:
+            step: optimizer steps done, for the warm-up.
+            microbatch: microbatches of this dataset done, for the frequency.
+        """
+        config, weights = self.config, {}
+        for term in LOSS_TERMS:
+            weight = getattr(config, f"lambda_{term}")
+            every = config.inverse_loss_frequency if term in INVERSE_TERMS else config.loss_frequency.get(term, 1)
+            rise = config.loss_warmup_steps.get(term, 0)
+            if rise:
+                weight *= min(1.0, (step + 1) / rise)
+            if weight > 0 and microbatch % every == 0:
+                weights[term] = weight * every
+        return weights
 
     @abstractmethod
     def terms(self, batch: TensorBatch, weights: dict[str, float]) -> dict[str, Tensor]:
@@ -197,20 +194,14 @@ class Objective(nn.Module, ABC):
 class Forecast:
     """One call of a surrogate in normalised units, evaluated wherever it is asked for."""
 
+    latents: tuple[Tensor, ...] = ()  # encoded, and advanced by the call, of a model that has any
+
     def __init__(self, model: Surrogate, name: str, x: Tensor, parameters: Tensor, relative_dt: Tensor):
         self.model, self.name, self.x, self.condition = model, name, x, (parameters, relative_dt)
 
     def at(self, points: Tensor | None = None) -> Tensor:
         """(B, T, C, *grid), or (B, T, C, Q) at points."""
         return self.model.predict(self.name, self.x, *self.condition, points)
-
-    def known(self, grid_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        """What inverse terms are computed from, beside the field on the grid."""
-        return (self.x, grid_y)
-
-    def next(self, x: Tensor) -> Forecast:
-        """The call after it, from these input frames."""
-        return Forecast(self.model, self.name, x, *self.condition)
 
 
 class FieldObjective(Objective):
@@ -269,11 +260,10 @@ class FieldObjective(Objective):
         """
         model, spec = self.model, self.model.specs[name]
         inputs, targets, parameters, noise = fields
-        x = model.normalise(name, inputs)
+        x, *condition = model.normalised(name, inputs, parameters, spec.dt)
         if noise is not None:
             x = x + noise
         target = model.normalise(name, targets[:, : spec.output_frames], "output")
-        condition = model.normalise_parameters(name, parameters), model.relative_dt(name, x, spec.dt)
         forecast = self.forecast(model, name, x, *condition)
         grid_y = forecast.at() if points is None or self.ON_GRID.intersection(active) else None
         terms = self._latent_terms(forecast, active, target)
@@ -288,8 +278,8 @@ class FieldObjective(Objective):
         if "boundary" in active:
             # zero outside, in units of the field's own spread
             at_walls = forecast.at(wall_points(tuple(x.shape[3:]), x.device)).float()
-            terms["boundary"] = (at_walls - model.normalised_zero(name, 1)).square().mean()
-        return terms, (forecast.known(grid_y) if inverse else ())
+            terms["boundary"] = (at_walls - model.constant(name, "output_zero", 1)).square().mean()
+        return terms, ((x, *forecast.latents, grid_y) if inverse else ())
 
     def inverse_terms(self, name: str, active: tuple[str, ...], *known: Tensor) -> dict[str, Tensor]:
         """Terms of fields read back out of latents; a model without latents has none."""
@@ -322,12 +312,12 @@ class FieldObjective(Objective):
     def _field_terms(self, name: str, active: tuple[str, ...], y: Tensor, target: Tensor) -> dict[str, Tensor]:
         terms = {}
         if "relative" in active:  # in physical units: the mean belongs to the norm
-            zero = self.model.normalised_zero(name, y.dim() - 3)
+            zero = self.model.constant(name, "output_zero", y.dim() - 3)
             terms["relative"] = relative_error(y, target, zero)
         if "field" in active:
             terms["field"] = (y - target).square().mean()
         if "positivity" in active:
-            terms["positivity"] = torch.relu(self.model.normalised_zero(name, y.dim() - 3) - y).square().mean()
+            terms["positivity"] = torch.relu(self.model.constant(name, "output_zero", y.dim() - 3) - y).square().mean()
         return terms
 
     def _grid_terms(
@@ -342,33 +332,27 @@ class FieldObjective(Objective):
 
     def _later_calls(self, targets: Tensor, forecast: Forecast, y: Tensor, calls: int) -> Tensor:
         """Mean relative error of the forecasts after the first one, each fed by what came out before it."""
-        name, model, errors = forecast.name, self.model, []
-        zero = model.normalised_zero(name, y.dim() - 3)
+        name, model, x, errors = forecast.name, self.model, forecast.x, []
+        state = forecast.latents[-1] if forecast.latents else None
+        zero = model.constant(name, "output_zero", y.dim() - 3)
         for target in targets.split(model.specs[name].output_frames, dim=1)[1:calls]:
-            forecast = forecast.next(model.next_inputs(name, forecast.x, y.float()))
-            y = forecast.at()
+            x = model.next_inputs(name, x, y.float())
+            y, state = model.predict_next(name, x, *forecast.condition, state)
             # As for the first call: a difference of normalised fields keeps digits, and units that are small.
             errors.append(relative_error(y.float(), model.normalise(name, target, "output"), zero))
         return torch.stack(errors).mean()
 
 
 class LatentForecast(Forecast):
-    """The same with UPS's tokens in sight: encoded, and advanced by one call."""
+    """The same of UPS, whose tokens are computed once."""
 
-    def __init__(self, model: UPS, name: str, x: Tensor, *condition: Tensor, z: Tensor | None = None):
+    def __init__(self, model: UPS, name: str, x: Tensor, *condition: Tensor):
         super().__init__(model, name, x, *condition)
-        self.z = model.encode(name, x) if z is None else z
-        self.advanced = model.advance(name, self.z, *condition)
+        z = model.encode(name, x)
+        self.latents = z, model.advance(name, z, *condition)
 
     def at(self, points: Tensor | None = None) -> Tensor:
-        return self.model.reconstruct_or_decode(self.name, self.advanced, self.x, points)
-
-    def known(self, grid_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        return self.x, self.z, self.advanced, grid_y
-
-    def next(self, x: Tensor) -> LatentForecast:
-        z = self.advanced if self.model.latent_rollout else None
-        return LatentForecast(self.model, self.name, x, *self.condition, z=z)
+        return self.model.reconstruct_or_decode(self.name, self.latents[-1], self.x, points)
 
 
 class UPSObjective(FieldObjective):
@@ -401,7 +385,7 @@ class UPSObjective(FieldObjective):
         model, terms = self.model, {}
         if "inv_enc" in active:
             again = model.reconstruct(name, z, tuple(x.shape[3:]))
-            zero = model.normalised_zero(name, x.dim() - 3, "input")
+            zero = model.constant(name, "input_zero", x.dim() - 3)
             terms["inv_enc"] = relative_error(again.float(), x, zero)
         if "inv_dec" in active:
             grid_y = model.reconstruct_or_decode(name, advanced, x) if grid_y is None else grid_y
@@ -409,7 +393,7 @@ class UPSObjective(FieldObjective):
         return terms
 
     def _latent_terms(self, forecast: LatentForecast, active: tuple[str, ...], target: Tensor) -> dict[str, Tensor]:
-        model, terms, z, advanced = self.model, {}, forecast.z, forecast.advanced
+        model, terms, (z, advanced) = self.model, {}, forecast.latents
         if "forward" in active:
             with torch.no_grad():
                 future = model.encode(forecast.name, model.next_inputs(forecast.name, forecast.x, target))

@@ -21,26 +21,9 @@ from torch import Tensor
 from upsnb.errors import DataError
 
 VERSION = 1  # of the definitions below: scores of two versions are never ranked together
-REDUCED_KEYS = (
-    "rmse",
-    "nrmse_mean",
-    "nrmse_pooled",
-    "vrmse",
-    "nrmse_median",
-    "nrmse_p90",
-    "crmse",
-    "max_error",
-    "brmse",
-    "frmse_low",
-    "frmse_mid",
-    "frmse_high",
-)
 LEAST_VARIANCE = 1e-7  # added to a frame's variance in VRMSE, as The Well has it
 CORRELATED = 0.8  # below it a forecast of chaos counts as lost
 FREQUENCY_BANDS = {"low": (0, 4), "mid": (4, 12), "high": (12, None)}  # wavenumbers, cycles per domain, end excluded
-
-PERSISTENCE = "persistence"
-TRAINING_MEAN = "training mean"
 
 
 @torch.no_grad()
@@ -53,7 +36,7 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
         sample_index: (B,) integers, the samples' places in the split. With it, `concatenate` sorts the samples and
             drops repeats, so a sampler may pad its last batch to keep ranks in step.
     Returns:
-        Means over grid points, e = prediction - target, float64 (float32 where the device has none):
+        Means over grid points, e = prediction - target, float64:
         `error_square`, `target_square` (B, T, C) mean of e^2 and of target^2; `error_mean` (B, T, C) mean of e;
         `error_max` (B, T, C) largest |e|; `boundary_error_square` (B, T, C), or (B, T, 1) summed over channels in 3-D;
         `shell_error_square` (B, T, C, K) float32 |FFT(e) / N|^2 summed over wavenumber shell k;
@@ -73,8 +56,7 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
     space = tuple(range(3, error.ndim))
     # One bad value spoils its whole frame: an infinity would vanish from a median, and one inside from the boundary.
     error = error.masked_fill(~torch.isfinite(error).flatten(3).all(-1)[(...,) + (None,) * len(space)], torch.nan)
-    # Sums over 128^3 points in float32 lose the digits cRMSE is made of.
-    total = torch.float32 if error.device.type == "mps" else torch.float64
+    total = torch.float64  # sums over 128^3 points in float32 lose the digits cRMSE is made of
     own, true = (field - field.mean(space, keepdim=True) for field in (prediction, target))
     variance = true.square().mean(space, dtype=total)
     statistics = {
@@ -90,26 +72,12 @@ def sample_statistics(prediction: Tensor, target: Tensor, sample_index: Tensor |
         "energy": energy_spectrum(torch.stack((target[:, -1], prediction[:, -1], error[:, -1]), dim=1))[1],
     }
     if sample_index is not None:
-        if sample_index.shape != error.shape[:1]:
-            raise DataError(
-                f"sample_index {tuple(sample_index.shape)} -> one index for each of {error.shape[0]} samples"
-            )
         statistics["sample_index"] = sample_index.to(torch.int64)
     return statistics
 
 
 def concatenate(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join statistics of batches or ranks along the samples; with `sample_index`, sorted and each sample once."""
-    if not parts:
-        raise DataError("no statistics to join -> evaluate at least one sample")
-    if any(part.keys() != parts[0].keys() for part in parts):
-        raise DataError(f"statistics with different keys, {[sorted(part) for part in parts]} -> join one kind only")
-    for key in parts[0]:
-        shapes = {tuple(part[key].shape[1:]) for part in parts}
-        if len(shapes) > 1:
-            raise DataError(
-                f"statistics {key} of shapes {sorted(shapes)} (time, channel, ...) -> reduce each data set alone"
-            )
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     if "sample_index" in joined:
         index = joined["sample_index"]
@@ -164,7 +132,7 @@ def correlation_time(times: Sequence[float], correlations: Sequence[float], give
 
 
 def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str, float]:
-    """The metrics of a whole split; keys are `REDUCED_KEYS`, units those of the field but for nRMSE and VRMSE.
+    """The metrics of a whole split by name, in units of the field but for nRMSE and VRMSE.
 
     nrmse_pooled: the other way to average, root of the mean of e^2 over that of the mean of target^2, both over samples
         and frames, then mean over channels. Large samples rule it, as quiet ones rule nrmse_mean.
@@ -184,8 +152,6 @@ def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str,
     Args:
         domain_size: the domain's length, area or volume; PDEBench's published numbers use 1 for every family.
     """
-    if statistics["error_square"].shape[0] == 0:
-        raise DataError("statistics of no sample -> evaluate at least one")
     per_sample = nrmse_per_sample(statistics)
     # torch.median takes the lower of two middle values, everyone else's median averages them; "higher" never mixes a
     # finite value with an infinite one
@@ -212,22 +178,11 @@ def reduce(statistics: dict[str, Tensor], domain_size: float = 1.0) -> dict[str,
 def persistence(given: Tensor, num_frames: int) -> Tensor:
     """Forecast that the last given frame stays: (B, t, C, *grid) -> (B, num_frames, C, *grid), a view of `given`.
 
-    The baseline of time-dependent problems, reported as `persistence_nrmse_mean`. A static problem (Darcy: coefficient
-    in, pressure out) has no earlier frame of its target; its baseline is the training split's mean field, reported as
-    `baseline_nrmse_mean` beside `baseline_name`, never under persistence's key.
+    The baseline of time-dependent problems. A static problem (Darcy: coefficient in, pressure out) has no earlier frame
+    of its target; its baseline is the training split's mean field.
     """
     last = given[:, -1:]
     return last.expand(-1, num_frames, *last.shape[2:])
-
-
-def baseline_name(static: bool) -> str:
-    """What to call the forecast beside the model: `persistence`, or `training mean` for static problems."""
-    return TRAINING_MEAN if static else PERSISTENCE
-
-
-def baseline_key(static: bool) -> str:
-    """The report key of that forecast's mean nRMSE."""
-    return "baseline_nrmse_mean" if static else "persistence_nrmse_mean"
 
 
 @torch.no_grad()

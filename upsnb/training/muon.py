@@ -47,10 +47,9 @@ class Muon(torch.optim.Muon):
         torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
 
         def updates(numbers: list[int]) -> list[Tensor]:
-            chosen = [moments[number] for number in numbers]
-            if group["nesterov"]:
-                chosen = torch._foreach_lerp([gradients[n] for n in numbers], chosen, group["momentum"])
-            return chosen
+            """Of some weights, with Nesterov's momentum."""
+            mine, smooth = ([values[number] for number in numbers] for values in (gradients, moments))
+            return torch._foreach_lerp(mine, smooth, group["momentum"])
 
         found = self._ways_of_shards if _is_sharded(weights[0]) else self._ways
         for numbers, ways in found(group, weights, updates):

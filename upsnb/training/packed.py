@@ -67,17 +67,14 @@ def load(folder: Path, device: torch.device | str) -> Surrogate:
     try:
         known, config = read_json(folder / SPECS, FORMAT), configs.load(folder / runfolder.CONFIG)
         model = stages.saved_model(config, known["specs"], known["stage"])
-        model.load_state_dict(
-            {name.removesuffix(COMPLEX): value for name, value in _whole(load_file(folder / WEIGHTS))}
-        )
+        weights = {}
+        for name, value in load_file(folder / WEIGHTS).items():
+            weights[name.removesuffix(COMPLEX)] = torch.view_as_complex(value) if name.endswith(COMPLEX) else value
+        model.load_state_dict(weights)
     except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         found = in_one_line(error)
         raise RunError(f"{folder}: is not what this version packs ({found}) -> pack the run again") from None
     return model.to(device).eval()
-
-
-def _whole(stored: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    return [(name, torch.view_as_complex(t) if name.endswith(COMPLEX) else t) for name, t in stored.items()]
 
 
 class _Call(nn.Module):

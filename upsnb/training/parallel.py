@@ -44,7 +44,6 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0  # among the ranks of this machine
     device: torch.device = torch.device("cpu")
     control_group: dist.ProcessGroup | None = None  # gloo, for CPU tensors and objects; None: the default group is one
     previous_threads: int | None = None  # CPU threads before `initialise`, put back by `shutdown`
@@ -77,13 +76,14 @@ def initialise(config: RunConfig) -> Ranks:
     if world_size > 1:
         # Far above the supervisor's stall timeout: it names the hung rank, a timeout here names one that waits for it.
         timeout = timedelta(seconds=runfolder.STARTUP_ALLOWANCE_S + 2 * config.training.stall_timeout_s)
-        meeting: dict = {"timeout": timeout}  # by torchrun's own store, where nobody says how
+        store = None
         if MEETING in os.environ:
             store = _meet(Path(os.environ[MEETING]), rank, timeout)
-            meeting |= {"store": store, "rank": rank, "world_size": world_size}
         elif STORE in os.environ:  # by a file, which nobody can send anything to
             store = dist.FileStore(os.environ[STORE], world_size)
             store.set_timeout(timeout)
+        meeting: dict = {"timeout": timeout}  # by torchrun's own store, where nobody says how
+        if store is not None:
             meeting |= {"store": store, "rank": rank, "world_size": world_size}
         if device.type == "cuda":
             dist.init_process_group("nccl", device_id=device, **meeting)
@@ -93,7 +93,7 @@ def initialise(config: RunConfig) -> Ranks:
     elif config.training.use_fsdp2:  # a group of one, which nobody has to be found for
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return Ranks(rank, world_size, local_rank, device, control_group, previous_threads)
+    return Ranks(rank, world_size, device, control_group, previous_threads)
 
 
 def _meet(path: Path, rank: int, timeout: timedelta) -> dist.Store:
@@ -144,12 +144,12 @@ def broadcast_control(ranks: Ranks, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_gather_objects(ranks: Ranks, value) -> list:
-    """The values of all ranks, in the order of ranks, on every rank."""
+def all_gather_objects(ranks: Ranks, value, group: dist.ProcessGroup | None = None) -> list:
+    """The values of all ranks, in the order of ranks, on every rank; by the control group, unless another is named."""
     if ranks.world_size == 1:
         return [value]
     values = [None] * ranks.world_size
-    dist.all_gather_object(values, value, group=ranks.control_group)
+    dist.all_gather_object(values, value, group=group or ranks.control_group)
     return values
 
 

@@ -18,15 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from upsnb import hardware, overlays, phases
 from upsnb.config import RunConfig
 from upsnb.data.batch import Batch
-from upsnb.data.datasets import outlines
 from upsnb.errors import ConfigError, DataError, Problem, UpsError
 from upsnb.hardware import Hardware
 from upsnb.models.surrogate import Surrogate, count_parameters
 from upsnb.phases import Phase, Verdict
-from upsnb.training import precision, stages, workload
-from upsnb.training.losses import Objective
+from upsnb.training import compiling, precision, stages, workload
+from upsnb.training.losses import ESTABLISHED, Objective
 
-ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 BATCH, FEWEST = 2, 16  # fields of one trial; points that no axis of a thinned grid falls below
 SECONDS = 5.0  # after which no other dataset is begun
 
@@ -60,11 +58,21 @@ def check(config: RunConfig) -> list[str]:
     """
     if config.model.build == RunConfig().model.build:
         return []
+    objective = untrained(config)
+    return [] if objective is None else examine(objective, config).raise_errors(config)
+
+
+def untrained(config: RunConfig) -> Objective | None:
+    """What a config trains first; None where its data are not there yet.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
     try:
-        shapes = outlines(config, overlays.project_root())
-    except (DataError, OSError):  # files that are still to come; what is wrong with them is said where they are opened
-        return []
-    return examine(stages.build(config, shapes), config).raise_errors(config)
+        shapes = workload.of(config).outlines(overlays.project_root())
+    except (DataError, OSError):  # what is wrong with files is said where they are opened
+        return None
+    return stages.build(config, shapes)
 
 
 def examine(objective: Objective, config: RunConfig) -> Findings:
@@ -171,7 +179,7 @@ def _examine_dataset(objective: Objective, config: RunConfig, name: str, grid, f
                 half, _ = objective(batch, weights, dtype)
             said = "" if half.isfinite() else "its loss is not finite"
         except RuntimeError as error:
-            said = str(error).splitlines()[0]
+            said = (str(error) or type(error).__name__).splitlines()[0]
         if said:
             remedy = "compute that part under torch.autocast(..., enabled=False), or set training.amp to false"
             found.refuse(f"under autocast on {name}: {said}", remedy, "training.amp_dtype")
@@ -226,16 +234,9 @@ def verdicts(objective: Objective, config: RunConfig, machine: Hardware) -> dict
 
 
 def foreseen(config: RunConfig, machine: Hardware) -> dict[str, Verdict]:
-    """`verdicts` before there is a run, of an untrained model; empty where the data are not there yet.
-
-    Raises:
-        ConfigError: the model cannot be built.
-    """
-    try:
-        shapes = workload.of(config).outlines(overlays.project_root())
-    except (DataError, OSError):
-        return {}
-    return verdicts(stages.build(config, shapes), config, machine)
+    """`verdicts` before there is a run, of an untrained model; empty where the data are not there yet."""
+    objective = untrained(config)
+    return {} if objective is None else verdicts(objective, config, machine)
 
 
 def _verdict(phase: Phase, objective: Objective, config: RunConfig, machine: Hardware) -> Verdict:
@@ -249,16 +250,17 @@ def _verdict(phase: Phase, objective: Objective, config: RunConfig, machine: Har
     for kind, asked in ((phases.DOES_NOT_APPLY, model.lacks), (phases.REFUSED, model.forbids)):
         if new := [problem for problem in asked(on) if problem not in asked(without)]:
             return Verdict(kind, "; ".join(problem.found for problem in new))
-    return _partly(phase.name, objective, on, hardware.resolve_device(on, machine) == "cuda")
+    return _partly(phase.name, objective, on, hardware.resolve_device(on, machine))
 
 
-def _partly(name: str, objective: Objective, on: RunConfig, is_cuda: bool) -> Verdict:
+def _partly(name: str, objective: Objective, on: RunConfig, device: str) -> Verdict:
     """Of a phase that may be switched on: what of the model it acts on."""
     model, training = objective.model, on.training
-    as_one = objective.GRAPHS and is_cuda and training.num_gpus == 1 and not training.use_fsdp2  # compiling.as_a_whole
     if name == "no_sync" and (training.num_gpus == 1 or training.accum_steps == 1):
         return Verdict(phases.DOES_NOT_APPLY, "it is for several ranks and several microbatches a step")
-    if name == "activation_checkpointing" or (name == "compile" and model.compiled() and not as_one):
+    if name == "activation_checkpointing" or (
+        name == "compile" and not compiling.as_a_whole(objective, training, device) and model.compiled()
+    ):
         parts = model.compiled() if name == "compile" else model.blocks()
         counts = Counter(type(part).__name__.removeprefix("FSDP") for part in parts)
         return Verdict(phases.ON_PARTS, ", ".join(f"{count} x {kind}" for kind, count in counts.items()))

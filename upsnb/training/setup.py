@@ -25,7 +25,7 @@ from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
 from upsnb.training import checkpoint, compiling, gates, optimizers, packed, parallel, precision, preflight, stages
-from upsnb.training.losses import Objective, turn
+from upsnb.training.losses import ESTABLISHED, Objective, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
 from upsnb.training.workload import of as workload_of
@@ -43,14 +43,6 @@ COMPILED = (  # prefixes of settings that compiled code depends on
     "stages.finetune.unroll",
     "stages.crps.unroll",
 )
-
-
-def open_datasets(config: RunConfig, root: Path, ranks: Ranks, log: Callable[[str], None]) -> dict[str, Dataset]:
-    """All datasets of a config; rank 0 generates what is missing while the others wait."""
-    if ranks.rank == 0:
-        workload_of(config).prepare(root, log)
-    parallel.barrier(ranks)
-    return workload_of(config).open(root, log if ranks.rank == 0 else lambda message: None)
 
 
 @dataclass
@@ -99,13 +91,17 @@ class Setup:
         def lap(part: str) -> None:
             build_s[part] = round(time.perf_counter() - started - sum(build_s.values()), 3)
 
-        datasets = open_datasets(config, root, ranks, log)
+        workload, log_once = workload_of(config), log if ranks.rank == 0 else lambda message: None
+        if ranks.rank == 0:
+            workload.prepare(root, log)
+        parallel.barrier(ranks)
+        datasets = workload.open(root, log_once)
         loader = Loader(datasets, config, ranks.rank, ranks.world_size, device, stage=stage)
         lap("data")
         objective = stages.build(config, datasets, stage, weights).to(device)
         model = objective.model
         if weights is not None:
-            objective.begin(datasets, log if ranks.rank == 0 else lambda message: None)
+            objective.begin(datasets, log_once)
         if device.type == "cuda" and config.model.build != RunConfig().model.build:  # the kernel has seen a CPU only
             for said in preflight.examine(objective, config).raise_errors(config):
                 log(f"warning: {said}")
@@ -171,7 +167,9 @@ class Setup:
                 self._shard_again(new)
         self.tf32.set(training.tf32)
         if touches("optimizer", f"stages.{self.stage}.optimizer", "training.cpu_offload_optimizer"):
-            self._rebuild_optimizers(new)
+            made = build_optimizers(self.model, new, self.stage)
+            optimizers.load_optimizer_state(self.model, made, optimizers.optimizer_state(self.model, self.optimizers))
+            self.optimizers = made  # only now: these may fail
         self.plateau.config = self.objective.stage.scheduler
         self.config = new
 
@@ -204,12 +202,6 @@ class Setup:
             self.ema = optimizers.Ema(self.model, self.ema.decay)
             if averages is not None:
                 self.ema.load_state_dict(averages)
-
-    def _rebuild_optimizers(self, new: RunConfig) -> None:
-        """New optimizers under new settings, with the moments of the old ones."""
-        made = build_optimizers(self.model, new, self.stage)
-        optimizers.load_optimizer_state(self.model, made, optimizers.optimizer_state(self.model, self.optimizers))
-        self.optimizers = made
 
     def set_learning_rate(self, progress: float) -> float:
         """Bring losses and all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""
@@ -324,7 +316,7 @@ class Setup:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.random.fork_rng([device] if device.type == "cuda" else []), alone, compiling.keep_graphs():
                 count = turn(self.config.training)
-                chosen = [self.objective.weights(2**31, number) for number in range(count)]  # past warm-up
+                chosen = [self.objective.weights(ESTABLISHED, number) for number in range(count)]
                 sets = {tuple(weights): weights for weights in chosen}.values()
                 for batch, weights in itertools.product(self.loader.peek(), sets):
                     for parameter in parameters:
@@ -371,6 +363,7 @@ class Setup:
             "random": {str(self.ranks.rank): random},
         }
 
+    @checkpoint.as_saved("the checkpoint")
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict`, under this config's settings even where they differ from the saved ones.
 
@@ -379,10 +372,6 @@ class Setup:
         Raises:
             RunError: it is another model's state, or none.
         """
-        with checkpoint.as_saved("the checkpoint"):
-            self._load_state_dict(state)
-
-    def _load_state_dict(self, state: dict) -> None:
         self._take(state["model"], state["moments"], state["ema"])
         if state["scaler"]:  # empty where the saved run needed none
             self.scaler.load_state_dict(state["scaler"])
@@ -483,14 +472,10 @@ def load_model(
         config = configs.parse(state["config"], f"the checkpoint in {folder}")
         trained = state["position"].get("stage", stages.OPERATOR)
         wanted = stage or (which == "latest" and gates.answering(Path(folder))) or trained
+        model = stages.saved_model(config, state["specs"], wanted).to(device)
         if stage or wanted != trained:
-            model = stages.saved_model(config, state["specs"], wanted).to(device)
             model.load_state_dict(gates.kept(Path(folder), wanted))
-            return model.eval()
-        model = stages.saved_model(config, state["specs"], trained).to(device)
-        model.load_state_dict(state["setup"]["model"])
-        if state["setup"]["ema"] is not None:
-            ema = optimizers.Ema(model, decay=0.0)
-            ema.load_state_dict(state["setup"]["ema"])
-            ema.swap()
+        else:
+            weights, ema = state["setup"]["model"], state["setup"]["ema"]
+            model.load_state_dict(weights if ema is None else weights | ema["average"])
     return model.eval()

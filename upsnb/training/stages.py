@@ -99,9 +99,8 @@ def build(
             before.load_state_dict(weights)
     with contextlib.nullcontext() if before else chosen.seeded(config):
         objective = workload.of(config).objective(datasets, stage, before)
-    if before is None:
-        set_checkpointing(objective.model.blocks(), config.operator.pdet)
-        set_attention(objective.model.blocks(), config.operator.pdet.attention)
+    set_checkpointing(objective.model.blocks(), config.operator.pdet)
+    set_attention(objective.model.blocks(), config.operator.pdet.attention)
     objective.stage = settings(config, stage)
     check(objective, config)
     return objective

@@ -90,6 +90,7 @@ class Workload(ABC):
         """What the model reaches on a split, the same on every rank; all ranks enter, each takes a share.
 
         Args:
+            model: in evaluation mode.
             ranks: parallel.Ranks.
             alive: to be called now and then, so that a long evaluation is not taken for a hang.
             fraction: of the split's samples, the same ones each time.

@@ -43,15 +43,12 @@ def greeting(kernel) -> Iterator[None]:
         thread.manager.set_on_recv_callback(kernel.shell_main)
 
 
-def serve_clicks(kernel) -> int:
+def serve_clicks(kernel) -> None:
     """Handle the widgets' messages that wait at an old kernel; cells and the rest keep their order for afterwards.
 
     Call from the main thread.
-
-    Returns:
-        Messages that were handled.
     """
-    socket, session, handled = kernel.shell_stream.socket, kernel.session, 0
+    socket, session = kernel.shell_stream.socket, kernel.session
     parent, ident = kernel.get_parent("shell"), kernel._parent_ident["shell"]
     while socket.poll(0):
         frames = socket.recv_multipart(copy=False)
@@ -66,7 +63,4 @@ def serve_clicks(kernel) -> int:
         kernel._publish_status("busy", "shell")
         kernel.shell_handlers[kind](kernel.shell_stream, idents, message)
         kernel._publish_status("idle", "shell")
-        handled += 1
-    if handled:
         kernel.set_parent(ident, parent, channel="shell")  # what the cell prints goes below the cell again
-    return handled

@@ -6,6 +6,7 @@ variables, else `currentColor`), so light and dark themes both read well. Colour
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from html import escape
@@ -109,8 +110,8 @@ class Strip:
         """(share of the height, text) of up to four marks."""
         low, high = self.span()
         if not self.log:
-            values = nice(low, high, 2 if self.height < 80 else 4)
-            values = values if len(values) > 1 else nice(low, high, 4)
+            values = nice(high, 2 if self.height < 80 else 4)
+            values = values if len(values) > 1 else nice(high, 4)
             return [(value / high, short(value)) for value in values]
         decades = range(math.ceil(low), math.floor(high) + 1)
         marks = [10.0**d for d in decades][:: max(1, len(decades) // 3)]
@@ -146,7 +147,8 @@ def strips(history: History, axis: str = "step", terms: bool = False) -> list[St
     curves = [Curve(thin("rate unsteady")[2], "var(--dim)", pale=True), Curve(rate, BLUE, "", low, high)]
     drawn = [Strip("throughput", f"{history.unit}/s", text, x, curves, height=132)]
     if terms:
-        curves = [Curve(thin(f"term {t}")[2], c, t, joined=True) for t, c in zip(history.terms, PALETTE * 2)]
+        coloured = zip(history.terms, itertools.cycle(PALETTE))
+        curves = [Curve(thin(f"term {term}")[2], colour, term, joined=True) for term, colour in coloured]
     else:
         low, high, mean = thin("loss")
         curves = [Curve(mean, VERMILLION, "", low, high)]
@@ -176,7 +178,7 @@ def _validation_strip(history: History, axis: str) -> list[Strip]:
     x = np.array([history.position(event["step"], axis) for event in told])
     names = sorted(told[-1]["val_nrmse"])
     values = {name: np.array([event["val_nrmse"].get(name) for event in told], float) for name in names}
-    curves = [Curve(values[name], colour, name) for name, colour in zip(names, PALETTE * len(names))]
+    curves = [Curve(values[name], colour, name) for name, colour in zip(names, itertools.cycle(PALETTE))]
     now = ", ".join(f"<b>{short(values[name][-1])}</b>" for name in names)
     return [Strip(f"validation {history.metric}", "-", now, x, curves, log=True, height=84)]
 
@@ -212,16 +214,15 @@ def svg(history: History, axis: str = "step", terms: bool = False) -> str:
     end = max(strip.x[-1] for strip in drawn)
     end = float(max(end, history.position(history.step, axis))) or 1.0
     labels, lanes = _labels(history.flips, [history.position(flip.step, axis) / end for flip in history.flips])
-    parts = [f'<div class="ups ups-plots" style="padding-top:{ROW * lanes}px">']
-    for strip in drawn:
-        parts.append(_strip(strip, end))
-    parts.append(_hover(drawn, end, axis))
+    curves = "".join(_strip(strip, end) for strip in drawn)
     shades = "".join(
         f'<b style="left:{100 * first / end:.2f}%;width:{100 * (last - first) / end:.2f}%"></b>'
         for first, last in history.turns(axis)
     )
-    parts.append(f'<div class="ups-over">{shades}{labels}{_axis(end, axis)}</div></div>')
-    return "".join(parts)
+    return (
+        f'<div class="ups ups-plots" style="padding-top:{ROW * lanes}px">{curves}{_hover(drawn, end, axis)}'
+        f'<div class="ups-over">{shades}{labels}{_axis(end, axis)}</div></div>'
+    )
 
 
 def _hover(drawn: list[Strip], end: float, axis: str) -> str:
@@ -340,7 +341,7 @@ def _axis(end: float, axis: str) -> str:
     scale, unit = (1.0, "step") if axis == "step" else (3600.0, "h") if end > 7200 else (1.0, "s")
     last = f"step {end:,.0f}" if axis == "step" else f"{end / scale:,.3g} {unit} of training"
     parts = []
-    for value in nice(0.0, end / scale, 5):
+    for value in nice(end / scale, 5):
         share, mark = value * scale / end, f"{value:,g}"
         if share < 1 - LETTER * (len(last) + len(mark) / 2 + 1) / NARROWEST:
             shift = "" if value == 0 else "transform:translateX(-50%);"
@@ -348,15 +349,12 @@ def _axis(end: float, axis: str) -> str:
     return "".join(parts) + f'<s style="right:0">{last}</s>'
 
 
-def nice(low: float, high: float, count: int) -> list[float]:
-    """About `count` round values from low to high."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / max(count, 1)
+def nice(high: float, count: int) -> list[float]:
+    """About `count` round values from 0 to `high`, which is larger."""
+    raw = high / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [round(i * step, 12) for i in range(math.floor(high / step + 1e-9) + 1)]
 
 
 def short(value: float) -> str:

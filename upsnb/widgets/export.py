@@ -23,7 +23,7 @@ from upsnb import overlays
 from upsnb.errors import ConfigError, RunError, RunFailed, UpsError
 from upsnb.rules import did_you_mean
 from upsnb.runs import table
-from upsnb.runs.events import naming
+from upsnb.runs.events import FIELDS, naming
 from upsnb.runs.files import own_folder
 from upsnb.runs.handle import Run
 from upsnb.runs.recovery import in_one_line
@@ -33,15 +33,12 @@ from upsnb.widgets.progress import Progress
 FOLDER = "exports"  # in the run's folder
 PROJECT = "upsnb"  # what the tools file runs under
 MEASURED = ("loss", "learning_rate", "samples_per_s", "step_time_ms", "data_wait_ms", "peak_memory_gib")  # of a step
-TELEMETRY = ("utilisation_percent", "power_w", "clock_mhz")
 MARKED = ("start", "flip", "relaunch", "guard", "paused", "resumed", "warning", "end")  # told in words
 BATCH = 500  # metrics in a request of MLflow, which takes up to 1000
 
 
 class Sink(ABC):
     """Where an export goes; steps come in their order, but for a launch that goes back to a checkpoint."""
-
-    PACKAGE = ""  # that it needs
 
     @abstractmethod
     def __init__(self, run: Run, run_id: str, folder: Path):
@@ -103,8 +100,6 @@ class Csv(Sink):
 class TensorBoard(Sink):
     """An event file: curves, and markers under Text; steps that were done again replace what they had shown."""
 
-    PACKAGE = "tensorboard"
-
     def __init__(self, run: Run, run_id: str, folder: Path):
         self.folder = str(folder)
         self.writer = self._open()
@@ -134,8 +129,6 @@ class TensorBoard(Sink):
 
 class WandB(Sink):
     """Offline unless WANDB_MODE says otherwise; `wandb sync` sends it later, into the run of the same id."""
-
-    PACKAGE = "wandb"
 
     def __init__(self, run: Run, run_id: str, folder: Path):
         import wandb
@@ -169,8 +162,6 @@ class WandB(Sink):
 
 class MLflow(Sink):
     """Where MLFLOW_TRACKING_URI says, else in a database of its own; markers are the artifact events.txt."""
-
-    PACKAGE = "mlflow"
 
     def __init__(self, run: Run, run_id: str, folder: Path):
         import mlflow
@@ -218,7 +209,8 @@ class MLflow(Sink):
         self.client.set_terminated(self.number, ended.get(status, "FAILED"))
 
 
-SINKS: dict[str, type[Sink]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+CSV = "csv"  # needs no package; every other one has the name of its own
+SINKS: dict[str, type[Sink]] = {CSV: Csv, "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
 def export(run: Run, to: str, folder: Path | None = None, follow: bool = False) -> Path:
@@ -234,10 +226,9 @@ def export(run: Run, to: str, folder: Path | None = None, follow: bool = False) 
     """
     if to not in SINKS:
         raise ConfigError([f"--to {to}: is none of {', '.join(SINKS)} -> {did_you_mean(to, SINKS)}"], "the export")
-    package = SINKS[to].PACKAGE
-    if package and find_spec(package) is None:
+    if to != CSV and find_spec(to) is None:
         remedy = f".venv/bin/pip install -c constraints.txt -e '.[{to}]'"
-        raise ConfigError([f"--to {to}: {package} is not installed -> {remedy}"], "the export")
+        raise ConfigError([f"--to {to}: {to} is not installed -> {remedy}"], "the export")
     first = run.events()[:1]
     if not first:
         raise RunError(f"{run.folder}: has no events yet -> wait for its first one")
@@ -260,7 +251,7 @@ def export(run: Run, to: str, folder: Path | None = None, follow: bool = False) 
             f"{folder}: cannot be written ({error.strerror or error}) -> name another folder with -o"
         ) from None
     except Exception as error:
-        if not package or isinstance(error, UpsError):
+        if to == CSV or isinstance(error, UpsError):
             raise
         found = in_one_line(error)
         raise RunError(f"{to} refused it ({found}) -> look at its settings in the environment") from error
@@ -299,7 +290,7 @@ def numbers(event: dict, unit: str, metric: str) -> dict[str, float | None]:
     if event["kind"] == "eval":
         return {f"{event['split']}_{_key(metric)}/{name}": value for name, value in event["val_nrmse"].items()}
     if event["kind"] == "telemetry":
-        return {f"{name}/{rank}": value for name in TELEMETRY for rank, value in enumerate(event[name])}
+        return {f"{name}/{rank}": value for name in FIELDS["telemetry"] for rank, value in enumerate(event[name])}
     return {}
 
 

@@ -10,7 +10,7 @@ import ipywidgets as widgets
 from upsnb.errors import ConfigError
 from upsnb.widgets import html
 
-PENDING = "not applied yet"
+PENDING = "not applied yet"  # stands below a text that is right, until it is in force
 
 
 class Field:
@@ -18,11 +18,10 @@ class Field:
 
     Args:
         check: what a text means; raises ConfigError where it is no value.
-        hint: what stands below a text that is right, until it is in force.
     """
 
-    def __init__(self, name: str, tooltip: str, check: Callable[[str], object], hint: str = PENDING):
-        self.name, self.check, self.hint, self._in_force = name, check, hint, ""
+    def __init__(self, name: str, tooltip: str, check: Callable[[str], object]):
+        self.check, self._in_force = check, ""
         self.text = widgets.Text(
             description=name, continuous_update=False, style={"description_width": "initial"},
             layout=widgets.Layout(width="auto"),
@@ -66,7 +65,7 @@ class Field:
         if self.is_edited:
             try:
                 self.read()
-                said = self.hint
+                said = PENDING
             except ConfigError as error:
                 problem, wrong = error.problems[0], True
                 is_typed = problem.found.startswith("got ")  # that stands above

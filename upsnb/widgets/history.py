@@ -14,9 +14,8 @@ from upsnb.runs.throughput import TURN_ENDS, turns_with
 from upsnb.widgets.progress import progress
 
 MOST_BUCKETS = 300  # of a curve; each has a least and a greatest value, so a curve has at most 600 points
-MOST_WARNINGS = 20
 STEP_FIELDS = ("step", "time", "time_s", "loss", "peak_memory_gib", "learning_rate")
-TELEMETRY_FIELDS = ("utilisation_percent", "power_w", "clock_mhz")
+TELEMETRY_FIELDS = tuple(FIELDS["telemetry"])
 
 
 class Table:
@@ -28,9 +27,6 @@ class Table:
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._columns[name][: self.num_rows]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._columns
 
     def append(self, columns: dict[str, np.ndarray]) -> None:
         """Add rows; a column that is new, or missing this time, is NaN where nothing was given."""
@@ -99,16 +95,14 @@ class Flip:
     @property
     def what(self) -> str:
         """`bf16`, `compile off`, `batch size 32`; with `, in turns` where it is only measured."""
-        return f"{self._what if self.changes or not self.in_turns else 'two equal arms'}{', in turns' * self.in_turns}"
-
-    @property
-    def _what(self) -> str:
         parts = [label(name) if on else f"{label(name)} off" for name, on in self.phases.items()]
-        if not parts:
-            parts = [f"{label(path.rpartition('.')[2])} {plain(value)}" for path, value in self.changes.items()]
-        if not parts:
-            return "request"  # a refused one; the event does not say what was asked
-        return ", ".join(parts) if len(parts) <= 3 else f"{parts[0]} and {len(parts) - 1} more"
+        parts = parts or [f"{label(path.rpartition('.')[2])} {plain(value)}" for path, value in self.changes.items()]
+        if self.in_turns and not self.changes:
+            parts = ["two equal arms"]
+        elif not parts:
+            parts = ["request"]  # a refused one; the event does not say what was asked
+        said = ", ".join(parts) if len(parts) <= 3 else f"{parts[0]} and {len(parts) - 1} more"
+        return said + ", in turns" * self.in_turns
 
     @property
     def why(self) -> str:
@@ -153,7 +147,7 @@ class History:
     best_step: int | None = None  # of the best of them
     gates: dict[str, dict] = field(default_factory=dict)  # by stage, its `gate` event
     message: str = ""  # what the run said last, in words
-    warnings: list[dict] = field(default_factory=list)
+    warning: dict | None = None  # the latest `warning` or `guard` event
 
     def __post_init__(self):
         self.folder = Path(self.folder)
@@ -240,7 +234,7 @@ class History:
         elif kind == "progress":
             self.message = event["message"]
         elif kind in ("warning", "guard"):
-            self.warnings = [*self.warnings, event][-MOST_WARNINGS:]
+            self.warning = event
 
     def _take_flip(self, event: dict) -> None:
         fields = Flip.__dataclass_fields__.keys() & {"step", *FIELDS[event["kind"]]}
@@ -311,7 +305,7 @@ class History:
         since = self.flips[-1].step if self.flips else -1
         recent = slice(-40 * self.cycle, None)
         chosen = self.steps["step"][recent] > since
-        if "samples" not in self.steps or not chosen.any():
+        if not chosen.any():
             return math.nan
         samples = np.nansum(self.steps["samples"][recent][chosen])
         seconds = np.nansum(self.steps["seconds"][recent][chosen])

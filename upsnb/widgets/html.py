@@ -108,24 +108,22 @@ def header(
         errors = ", ".join(f"{name} {error:.3g}" for name, error in history.evaluations[-1]["val_nrmse"].items()
                            if error is not None)  # fmt: skip
         facts.append(f"validation {escape(history.metric)} {escape(errors)}")
-    percent = 100 * share
-    parts = [
+    percent, told = 100 * share, "".join(f"<span>{fact}</span>" for fact in facts)
+    why = f'<div class="ups-note">{escape(cause)}</div>' if cause else ""
+    return (
         f'<div class="ups"><div class="ups-head"><h4>{escape(name)}</h4>'
-        f'<span class="ups-pill">{SYMBOLS.get(shown, SYMBOLS["starting"])} {escape(shown)}</span>',
-        *(f"<span>{fact}</span>" for fact in facts),
-        f'</div><div class="ups-bar" role="progressbar" aria-valuenow="{percent:.0f}" aria-valuemin="0" '
-        f'aria-valuemax="100" aria-label="share of training done"><div style="width:{percent:.2f}%"></div></div>',
-    ]
-    if cause:
-        parts.append(f'<div class="ups-note">{escape(cause)}</div>')
-    return "".join(parts) + "</div>"
+        f'<span class="ups-pill">{SYMBOLS.get(shown, SYMBOLS["starting"])} {escape(shown)}</span>{told}</div>'
+        f'<div class="ups-bar" role="progressbar" aria-valuenow="{percent:.0f}" aria-valuemin="0" '
+        f'aria-valuemax="100" aria-label="share of training done"><div style="width:{percent:.2f}%"></div></div>'
+        f"{why}</div>"
+    )
 
 
 def warning(history: History) -> str:
     """The last warning in words, for a minute."""
-    if not history.warnings or time.time() - history.warnings[-1]["time"] > 60:
+    event = history.warning
+    if event is None or time.time() - event["time"] > 60:
         return ""
-    event = history.warnings[-1]
     if event["kind"] == "warning":
         return event["message"]
     return ", ".join(
@@ -187,16 +185,16 @@ def flips(history: History, promised: dict[str, float]) -> str:
         claim = f"\u00d7{math.prod(factors):.2f}" if factors else ""
         took = flip.duration_ms if flip.applied else None
         took = "" if took is None else f"{took:,.0f} ms" if took < 1e4 else f"{took / 1e3:,.1f} s"
-        cells = (letter(number), f"{flip.step:,}", claim, took)
-        number_cell, step_cell, claim_cell, took_cell = (f'<td class="num">{cell}</td>' for cell in cells)
         settings = escape(", ".join(f"{path} {plain(value)}" for path, value in flip.changes.items()))
         what = escape(flip.what) + (" (cold)" if flip.cold else "")
         rows.append(
-            f'<tr>{number_cell}{step_cell}<td title="{settings}">{what}</td><td>{came}</td>{claim_cell}{took_cell}</tr>'
+            f'<tr><td{NUMBER}>{letter(number)}</td><td{NUMBER}>{flip.step:,}</td><td title="{settings}">{what}</td>'
+            f"<td>{came}</td><td{NUMBER}>{claim}</td><td{NUMBER}>{took}</td></tr>"
         )
-    titles = ("", "step", "flip", "measured, 95 %", "promised", "took")
-    wide = ("flip", "measured, 95 %")
-    head = "".join(f"<th{'' if title in wide else NUMBER}>{title}</th>" for title in titles)
+    head = (
+        f"<th{NUMBER}></th><th{NUMBER}>step</th><th>flip</th><th>measured, 95 %</th>"
+        f"<th{NUMBER}>promised</th><th{NUMBER}>took</th>"
+    )
     return f'<div class="ups"><table class="ups-table"><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 

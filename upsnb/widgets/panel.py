@@ -177,10 +177,7 @@ class Panel:
         }
         self._actions = {name: self._button(name, *action) for name, action in actions.items()}
         send = self._button("Apply settings", "ask for the numbers beside, if all of them are right", self._send_fields)
-        self._preset = widgets.Dropdown(
-            options=self.asking.presets(), description="preset", style={"description_width": "45px"},
-            layout=widgets.Layout(width="200px"),
-        ).add_class("ups-preset")  # fmt: skip
+        self._preset = self._choice("preset", self.asking.presets(), "45px", "200px").add_class("ups-preset")
         use = self._button("Apply preset", "ask for the preset's settings at once", self._send_preset)
         back = self._button("Back to baseline", "drop every change: the config the run was started with", self._back)
         self._askers = [send, use, back]
@@ -198,20 +195,16 @@ class Panel:
         for text in self._notes.values():
             text.style.description_width = "40px"
             text.observe(lambda change: self._annotate(), "value")
-        self._axis = widgets.Dropdown(  # not ToggleButtons: their label pushes them below their neighbours
-            options=[("optimizer steps", "step"), ("seconds of training", "time")], description="curves over",
-            style={"description_width": "80px"}, layout=widgets.Layout(width="max-content"),
-        )  # fmt: skip
+        axes = [("optimizer steps", "step"), ("seconds of training", "time")]
+        self._axis = self._choice("curves over", axes, "80px")
         wide = widgets.Layout(width="130px")
         self._terms = widgets.ToggleButton(description="loss terms", tooltip="every term by itself", layout=wide)
         for chosen in (self._axis, self._terms):
             chosen.observe(lambda change: self.refresh(), "value")
         chosen = [phase.name for phase in BY_NAME.values() if phase.hot and not all(map(phases.is_idle, phase.on))]
         what = [("two equal arms", NOTHING), *((phases.label(name), name) for name in chosen)]
-        self._measured = widgets.Dropdown(
-            options=what, value=what[1][1], description="effect of", style={"description_width": "60px"},
-            layout=widgets.Layout(width="max-content"),
-        )  # fmt: skip
+        self._measured = self._choice("effect of", what, "60px")
+        self._measured.value = chosen[0]
         tooltip = "steps with and without it take turns, and the run goes on as it was"
         self._measure_button = self._button("Measure", tooltip, self._measure)
         self._askers.append(self._measure_button)
@@ -249,6 +242,11 @@ class Panel:
         toggle.observe(lambda change: self._clicked(phase, change["new"]), "value")
         self._toggles[phase.name], self._cards[phase.name] = toggle, widgets.HTML()
         return widgets.VBox([toggle, self._cards[phase.name]])
+
+    def _choice(self, name: str, options: list, name_width: str, width: str = "max-content") -> widgets.Dropdown:
+        """A menu; not ToggleButtons, because their label pushes them below their neighbours."""
+        style, layout = {"description_width": name_width}, widgets.Layout(width=width)
+        return widgets.Dropdown(options=options, description=name, style=style, layout=layout)
 
     def _field(self, path: str, name: str, tooltip: str) -> Field:
         return Field(name, tooltip, lambda text: self.asking.value(path, text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from upsnb.config import OPERATOR
 from upsnb.report.file import verdict
@@ -11,10 +12,14 @@ from upsnb.runs.events import naming
 
 EVERY_S = 5.0  # between two lines at first
 SLOWER = 0.03  # of the time so far: a night of training prints a few hundred lines, not ten thousand
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)  # papermill and a pipe show a line only once it is flushed
+SAID = {  # by kind of event; what other kinds say is more than their fields
+    "progress": "{message}",
+    "warning": "warning: {message}",
+    "compile": "step {step}: compiled {graphs} graphs, {duration_s:.1f} s",
+    "guard": "step {step}: guard {guard}, {action}: {reason}",
+    "paused": "step {step}: paused",
+}
+_print = partial(print, flush=True)  # papermill and a pipe show a line only once it is flushed
 
 
 def rewrite(text: str) -> None:
@@ -37,19 +42,13 @@ class Progress:
     def __call__(self, event: dict) -> None:
         """Take the next event."""
         kind = event["kind"]
-        if kind == "progress":
-            self._log(event["message"])
-        elif kind == "warning":
-            self._log(f"warning: {event['message']}")
+        if kind in SAID:
+            self._log(SAID[kind].format(**event))
         elif kind == "segment" and event["number"]:
             self._log(f"launch {event['number'] + 1}, from about step {event['step']}")
         elif kind == "start":
             self._start = event
             self._log(_greeting(event))
-        elif kind == "compile":
-            self._log(f"step {event['step']}: compiled {event['graphs']} graphs, {event['duration_s']:.1f} s")
-        elif kind == "guard":
-            self._log(f"step {event['step']}: guard {event['guard']}, {event['action']}: {event['reason']}")
         elif kind == "eval":
             errors = ", ".join(f"{name} {_number(value)}" for name, value in event["val_nrmse"].items())
             metric = naming(self._start)["metric"]
@@ -60,8 +59,6 @@ class Progress:
             self._log(_flipped(event))
         elif kind == "relaunch":
             self._log(f"step {event['step']}: saved, to be launched again with {_settings(event['changes'])}")
-        elif kind == "paused":
-            self._log(f"step {event['step']}: paused")
         elif kind == "resumed":
             self._log(f"step {event['step']}: goes on after a pause of {duration(event['paused_s'])}")
         elif kind == "step":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from upsnb.widgets.history import History
 
 AS_STARTED, BASELINE = "as started", "baseline"
 FILES = ("conservative", "aggressive", "2gpu_baseline", "2gpu_optimized", "4gpu_baseline", "4gpu_optimized")
-PRESETS = (AS_STARTED, BASELINE, *FILES)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,14 @@ class PanelRequests:
         whole, text = not isinstance(setting(RunConfig(), path), float), text.strip()
         if overlays.may_be_empty(path) and text in ("", "0"):
             return None
-        value = number(path, text, whole)
+        try:
+            value = int(text) if whole else float(text)
+            is_number = math.isfinite(value)
+        except (ValueError, OverflowError):
+            is_number = False
+        if not is_number:
+            remedy = "write a whole number" if whole else "write a number such as 0.001 or 1e-3"
+            raise ConfigError([Problem(path, f"got {text!r}", remedy)], path)
         overlays.apply(self.configs()[1], {path: value}, path)
         return value
 
@@ -115,7 +120,7 @@ class PanelRequests:
 
     def presets(self) -> list[str]:
         """Those that this machine can run, without what they leave out themselves where it is missing."""
-        return [name for name in PRESETS if name in (AS_STARTED, BASELINE) or self._can_run(name)]
+        return [AS_STARTED, BASELINE, *filter(self._can_run, FILES)]
 
     def _can_run(self, name: str) -> bool:
         try:
@@ -144,17 +149,3 @@ class PanelRequests:
 
 def _file(name: str) -> Path:
     return runfolder.project_root() / "params" / f"{name}.yaml"
-
-
-def number(name: str, text: str, whole: bool = False):
-    """A text as a number, and as nothing else.
-
-    Raises:
-        ConfigError: it is none, or infinite, or not whole.
-    """
-    with contextlib.suppress(ValueError, OverflowError):
-        value = int(text) if whole else float(text)
-        if math.isfinite(value):
-            return value
-    remedy = "write a whole number" if whole else "write a number such as 0.001 or 1e-3"
-    raise ConfigError([Problem(name, f"got {text!r}", remedy)], name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batches import Schedule
-from upsnb.errors import ConfigError
+from upsnb.errors import ConfigError, Problem
 from upsnb.phases import names_on, skip_missing
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
@@ -65,15 +66,16 @@ class Flips:
         self.revision, self.made = revision, True
         overlay = parallel.all_gather_objects(self.ranks, overlay)[0]
         old, since, started = self.setup.config, time.time(), time.perf_counter()
-        new, skipped, cold, problem = old, {}, [], ""
+        new, skipped, cold = old, {}, []
         memory_before = peak_memory_gib(self.ranks.device)  # without what the flip itself takes, such as compiling
-        try:
+
+        def change() -> None:
+            nonlocal new, skipped, cold
             new = overlays.apply(self.base, overlays.flatten(overlay, "control.json"), "control.json")
             if self.setup.stage not in new.stages.planned:
-                found = (
-                    "0, and the stage is being trained -> no fewer than 1, or leave it to `patience` and `time_limit_s`"
-                )
-                raise ConfigError([f"stages.{self.setup.stage}.epochs: {found}"], "control.json")
+                remedy = "no fewer than 1, or leave it to `patience` and `time_limit_s`"
+                problem = Problem(f"stages.{self.setup.stage}.epochs", "0, and the stage is being trained", remedy)
+                raise ConfigError([problem], "control.json")
             if new.training.on_missing == "skip":
                 new, skipped = skip_missing(new, hardware.detect(), self.base)
             cold = cold_changes(old, new)
@@ -83,11 +85,10 @@ class Flips:
                 Schedule(self.setup.datasets, new, *ranks, self.setup.stage)  # refuses ranks without enough pairs
             else:
                 self.setup.update(new)
-        except Exception as error:  # whatever it was, the run must go on as it did before
-            problem = f"{type(error).__name__}: {error}"
-        failed = self.failures(problem)
+
+        failed = self.tried(change)
         if not failed and not cold:  # on all ranks or none: compile now, while it can be undone
-            failed = self.failures(self.try_compiling())
+            failed = self.tried(self.setup.try_compile)
         if failed and self.setup.config is not old:
             self.setup.update(old)
         if failed:
@@ -101,18 +102,19 @@ class Flips:
             self._answer(step, old, new, time.perf_counter() - started, outcome, memory_before)
         return CHANGED if new != old else NOTHING
 
+    def tried(self, change: Callable[[], object]) -> list[str]:
+        """Change something on this rank; which ranks could not, and why, the same on all ranks."""
+        problem = ""
+        try:
+            change()
+        except Exception as error:  # whatever it was, the run must go on as it did before
+            problem = f"{type(error).__name__}: {error}"
+        return self.failures(problem)
+
     def failures(self, problem: str) -> list[str]:
         """Which ranks have a problem, and what; the same on all ranks."""
         problems = parallel.all_gather_objects(self.ranks, problem)
         return [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-
-    def try_compiling(self) -> str:
-        """Compile what a step needs now, as far as it is not; what failed here, or nothing."""
-        try:
-            self.setup.try_compile()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
 
     def leave(self, step: int) -> None:
         """Hand a cold flip over to the supervisor: rank 0's last event, once the state is saved."""

@@ -99,20 +99,20 @@ class Guards:
         raise RunError(f"step {step}: {since} -> {advice}; the last good checkpoint is kept")
 
     def _grow(self, step: int) -> None:
-        larger = self.memory.due(step, recovery.size_of(self.config.training), self.config.guards)
+        size = recovery.size_of(self.config.training)
+        larger = self.memory.due(step, size, self.config.guards)
         if larger is None:
             return
-        size = recovery.size_of(self.config.training)
         reason = f"{step - self.memory.since} good steps with microbatches of {size[0]}"
         self.memory.take("grow", size, step)
         self._act("out_of_memory", "grow", reason, step, recovery.overlay_of(larger), size=list(size))
 
     def _watch_offload(self, step: int) -> None:
-        trial, limit, is_offloaded = self.offload, self.config.guards.offload_overhead, self._is_offloaded()
+        trial, limit = self.offload, self.config.guards.offload_overhead
+        is_offloaded = self.config.training.cpu_offload_optimizer
         for event in self.tail.read():
             if event["kind"] == "flip":
-                changed = trial.take_flip(event)
-                if changed:
+                if trial.take_flip(event):
                     self._ask_offload("on", "another change came before the trial was measured", step)
                 continue
             cost = overhead(event)
@@ -136,17 +136,12 @@ class Guards:
             self._ask_offload("trial", "offload is on and has not been measured against a step without it", step)
             trial.revision = max(trial.own)
 
-    def _is_offloaded(self) -> bool:
-        return self.config.training.cpu_offload_optimizer
-
     def _ask_offload(self, action: str, reason: str, step: int, **numbers) -> None:
         self.offload.own.add(self._act("offload_overhead", action, reason, step, {OFFLOAD: action == "on"}, **numbers))
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
-    def attempt(
-        self, batches: list[Batch], step: int, blame: Callable[[Exception], bool] = lambda error: False
-    ) -> tuple | None:
+    def attempt(self, batches: list[Batch], step: int, blame: Callable[[Exception], bool]) -> tuple | None:
         """What `Setup.step` returns; None where the step failed and other settings to take it again with will come.
 
         Args:

@@ -282,8 +282,7 @@ class Loop:
                 self._change(partial(self.measuring.take_turn, requested.turn))
             if not requested.pause:
                 break
-            if self.ranks.rank == 0:
-                self.log.drain(everything=True)  # times of these steps are those before the pause
+            self.log.drain(everything=True)  # times of these steps are those before the pause
             self._beat()
             self.requests.hold(step, requested.pause)
         self._go_on(None)
@@ -317,8 +316,7 @@ class Loop:
 
     def _change(self, change: Callable[[int], str]) -> str:
         """Let settings change at this step, here and on all other ranks; what `change` found to do."""
-        if self.ranks.rank == 0:
-            self.log.drain(everything=True)  # what was measured before belongs to the config before
+        self.log.drain(everything=True)  # what was measured before belongs to the config before
         old_size, started = self.setup.loader.schedule.global_size, time.perf_counter()
         found = change(self.position.step)
         if self.requests.paused_since is None:  # in a pause time stands still anyway
@@ -393,8 +391,8 @@ class Loop:
         if improved:
             position.best, position.best_step = score, position.step
         self.setup.plateau.update(score)
+        self.log.drain(everything=True)
         if self.ranks.rank == 0:
-            self.log.drain(everything=True)
             self.events.write(
                 "eval",
                 position.step,
@@ -439,8 +437,7 @@ class Loop:
         if position.microbatch == 0 and position.epoch > 0:
             roles = (*roles, "epoch")
             self.epoch_saved_step = position.step
-        if self.ranks.rank == 0:
-            self.log.drain(everything=True)
+        self.log.drain(everything=True)
         state = {
             "format": checkpoint.FORMAT,
             "step": position.step,

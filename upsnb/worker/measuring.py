@@ -43,20 +43,21 @@ class Measuring:
             CHANGED or NOTHING.
         """
         asked = parallel.all_gather_objects(self.ranks, asked)[0]
-        old, problem, memory_gib = self.setup.config, "", peak_memory_gib(self.ranks.device)
+        old, memory_gib = self.setup.config, peak_memory_gib(self.ranks.device)
         new = old
-        try:
+
+        def change() -> None:
+            nonlocal new
             new = overlays.apply(old, overlays.flatten(asked["overlay"], "the measurement"), "the measurement")
             if problems := no_turns(old, new):
                 raise ConfigError(problems, "the measurement")
             self.setup.update(new)
-        except Exception as error:  # whatever it was, the run must go on as it did before
-            problem = f"{type(error).__name__}: {error}"
-        failed = self.flips.failures(problem)
+
+        failed = self.flips.tried(change)
         for config in (new, old):
             if not failed:
                 self.setup.update(config)
-                failed = self.flips.failures(self.flips.try_compiling())
+                failed = self.flips.tried(self.setup.try_compile)
         self.setup.update(old)
         self.revision, self.asked, self.from_step = revision, asked, step
         self.change = changes_between(old, new if not failed else old)
@@ -133,14 +134,10 @@ class Measuring:
 
     def _go_to(self, arm: int) -> list[str]:
         """Change the setup to an arm's on all ranks or none; why not."""
-        setup, problem = self.setup, ""
+        setup = self.setup
         self.scalers[self.arm], self.current = setup.scaler, []  # steps of a turn that was over already, read late
         self.memory_gib.setdefault(self.arm, peak_memory_gib(self.ranks.device))
-        try:
-            setup.update(self.configs[arm])
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        failed = self.flips.failures(problem)
+        failed = self.flips.tried(lambda: setup.update(self.configs[arm]))
         if failed:
             setup.update(self.configs[self.arm])
         elif setup.scaler is not self.scalers[self.arm]:  # another precision: its scale was found in its last turn

@@ -89,9 +89,7 @@ def _forecasts(
     def compute(numbers: np.ndarray) -> torch.Tensor:
         chosen = pairs[numbers]
         batch = reader[Microbatch(name, chosen, np.zeros(chosen.shape), 0, 0)].map(lambda x: x.to(device))
-        x, spec = model.normalise(name, batch.inputs), dataset.spec
-        condition = model.normalise_parameters(name, batch.parameters), model.relative_dt(name, x, spec.dt)
-        return model.predict(name, x, *condition).float()
+        return model.predict(name, *model.normalised(name, batch.inputs, batch.parameters, dataset.dt)).float()
 
     costs = frozen.tried(compute, len(pairs), size, folder, device)
     seen, limit = stages.settings(config, setup.stage).epochs, config.limit_s(setup.stage)

@@ -48,6 +48,8 @@ class StepLog:
     def drain(self, everything: bool = False) -> None:
         """Write the events whose numbers the device has finished; never waits unless asked for everything.
 
+        On all ranks but the first, which alone takes note of steps, there is nothing to write.
+
         Raises:
             RunError: the loss has been infinite or NaN for so long that training cannot recover.
         """
