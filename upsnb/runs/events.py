@@ -204,11 +204,12 @@ class EventWriter:
     def __init__(self, folder: Path, rank: int = 0, stage: str | None = None):
         self.stage = stage
         path = events_path(folder, rank)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        told = path.read_bytes()
-        whole = told.rfind(b"\n") + 1
-        if whole < len(told):  # a crash left half a line, which the next event would be glued to
-            os.ftruncate(self._fd, whole)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        if size := os.fstat(self._fd).st_size:
+            with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as told:
+                whole = told.rfind(b"\n") + 1
+            if whole < size:  # a crash left half a line, which the next event would be glued to
+                os.ftruncate(self._fd, whole)
 
     def write(self, kind: str, step: int, **fields) -> None:
         """One event. Infinite and NaN numbers become null, and `nonfinite` lists their names."""
