@@ -9,6 +9,8 @@ EXTRAS := .extras/.installed
 VASTAI := .vastai/.installed
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images of containers set it, and every process would compile its thousands of modules anew: ten seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test abuse lab check clean help
 help:
