@@ -176,6 +176,7 @@ def test_hinted_number_is_a_number_to_yaml(text):
         ),
         ({"training": {"lambda_relative": 0.0}}, "every loss weight is 0"),
         ({"training": {"loss_frequency": {"spectrl": 2}}}, "did you mean spectral?"),
+        ({"training": {"loss_frequency": {"inv_enc": 2}}}, "follow training.inverse_loss_frequency"),
         ({"operator": {"rollout": "latent"}}, "latent needs training.lambda_forward > 0"),
         ({"training": {"lambda_boundary": 1.0}}, "acts on nothing while operator.walls is hard"),
         ({"training": {"lambda_relative": 0.0, "lambda_positivity": 1.0}}, "nothing would train on it"),

@@ -167,6 +167,9 @@ def contradictions(config) -> list[Problem]:
         for term in getattr(training, setting):
             if term not in LOSS_TERMS:
                 refuse(f"training.{setting}.{term}", "unknown loss term", did_you_mean(term, LOSS_TERMS))
+    for term in training.loss_frequency.keys() & {*INVERSE_TERMS}:
+        found = "acts on nothing: inverse terms follow training.inverse_loss_frequency"
+        refuse(f"training.loss_frequency.{term}", found, "set that one")
     if config.cost.budget is not None and config.cost.price_per_hour == 0:
         found = "nobody said what the machine costs, so it is never spent"
         refuse("cost.budget", found, "set cost.price_per_hour")
@@ -197,10 +200,6 @@ def contradictions(config) -> list[Problem]:
         if active and not any(acts(term, row) for term in active):
             found = f"{', '.join(sorted(active))} act on other families only, so nothing would train on it"
             refuse(f"data.datasets.{name}", found, "give training.lambda_relative a positive weight")
-    inverse = {*INVERSE_TERMS}
-    if training.inverse_loss_frequency != 1 and not active & inverse and training.loss_frequency.keys() & inverse:
-        found = "inverse terms follow training.inverse_loss_frequency"
-        refuse("training.loss_frequency", found, "set that one only")
     return problems
 
 

@@ -24,10 +24,10 @@ from upsnb.data.batches import residency
 from upsnb.memory.ledger import BACKWARD, OPTIMIZER, Account, Ledger
 from upsnb.runs import runfolder
 from upsnb.training import optimizers, stages, workload
+from upsnb.training.losses import ESTABLISHED
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, build_optimizers
 
-ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 CUDA_GRANULARITY = 512  # bytes; CUDA's allocator rounds every request up to it
 FUSED_KERNELS = ("flash", "efficient", "flex")  # keep no scores, as the one that torch chooses in their stead
 MARKS = {spans.FORWARD: "forward pass", spans.BACKWARD: BACKWARD, spans.OPTIMIZER: OPTIMIZER}  # in the ledger

@@ -27,11 +27,10 @@ from upsnb.data.datasets import Dataset
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.surrogate import set_attention
 from upsnb.training import stages, workload
-from upsnb.training.losses import turn
+from upsnb.training.losses import ESTABLISHED, turn
 from upsnb.training.precision import amp_dtype
 from upsnb.training.timing import elapsed_ms, mark
 
-ESTABLISHED = 10**9  # optimizer steps done: every loss has its full weight
 PLAIN = {  # the model's own work: nothing computed twice
     "operator.pdet.use_activation_checkpoint": False,
     "operator.pdet.attention": "sdpa",  # one operation; "math" where its products are counted
