@@ -238,6 +238,13 @@ def test_workers_read_exactly_what_is_resident(opened, num_workers):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_reading_process_begins_with_what_it_needs_imported(opened):
+    config, datasets = opened(**{"data.residency": "workers", "training.num_workers": 1, "training.batch_size": 1})
+    processes = Loader(datasets, config, 0, 1, "cpu")._workers.multiprocessing_context
+    with processes.Pool(1) as pool:  # asked with a built-in function, which imports nothing
+        assert pool.apply(eval, ("{'torch', 'upsnb.data.batches'} <= {*__import__('sys').modules}",))
+
+
 @pytest.mark.parametrize(("num_workers", "ranks", "own"), [(12, 4, 3), (7, 2, 3), (1, 4, 1), (0, 4, 0), (6, 1, 6)])
 def test_the_machine_s_reading_processes_are_shared_out_among_its_ranks(opened, num_workers, ranks, own):
     settings = {"training.num_workers": num_workers, "training.num_gpus": ranks, "training.batch_size": 1}

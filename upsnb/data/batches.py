@@ -7,8 +7,10 @@ frames, output frames) of one sample.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.context import BaseContext
 
 import numpy as np
 import torch
@@ -213,9 +215,8 @@ class Loader:
             num_workers=num_workers,
             pin_memory=self._pins,
             prefetch_factor=training.prefetch_factor if num_workers else None,
-            # a forked copy of a process with CUDA or OpenMP threads may hang; forkserver starts clean
-            multiprocessing_context="forkserver" if num_workers else None,
-            persistent_workers=num_workers > 0,  # starting them takes a second or more
+            multiprocessing_context=_server_of_workers() if num_workers else None,
+            persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # else it draws from the state that drop-path uses, and resuming differs
         )
 
@@ -231,6 +232,16 @@ class Loader:
             before = copied, done
         if before is not None:
             yield _arrived(*before)
+
+
+def _server_of_workers() -> BaseContext:
+    """Where the processes that read are forked: one without threads, which a copy of this one may hang on.
+
+    It imports torch and this package, once for all of them.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])
+    return server
 
 
 def _arrived(batch: TensorBatch, done: torch.cuda.Event) -> TensorBatch:
