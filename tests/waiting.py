@@ -5,10 +5,10 @@ import time
 LONGEST_S = 600.0  # against hangs alone: many times what anything here takes on a slow and busy machine
 
 
-def until(condition, problem: str = "it never happened"):
-    """The first true value of a condition."""
+def until(condition, problem: str = "it never happened", every_s: float = 0.02):
+    """The first true value of a condition, which is looked at so often."""
     deadline = time.monotonic() + LONGEST_S
     while not (value := condition()):
         assert time.monotonic() < deadline, problem
-        time.sleep(0.02)
+        time.sleep(every_s)
     return value

@@ -111,6 +111,7 @@ def arrived(live: handle.Run, button) -> int:
     return until(lambda: revision(live) > before and revision(live), "the click never arrived")
 
 
+@pytest.mark.long
 def test_clicks_are_obeyed_by_two_ranks_and_seen_again_after_a_reload(lab: Lab, run):
     live = run(**{"training.num_gpus": 2})
     lab.open("live.ipynb", "")

@@ -195,6 +195,7 @@ def lose(place: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_rented_and_goes_on_elsewhere_when_its_machine_is_taken_away(cloud: FakeVast, kept, box, monkeypatch):
     """By the real command and a real sshd. All that was on the machine is lost with it, once a checkpoint was pulled.
     That goes on, for what the first one has left of the budget; in the end both are gone, and the folder is whole."""

@@ -675,6 +675,7 @@ def test_two_ranks_train_what_one_trains(config, train_here, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sharded_ranks_train_what_replicated_ones_train(config, tmp_path):
     for name, sharded in (("replicated", False), ("sharded", True)):
         overlay = {**TWO, "training.inverse_loss_frequency": 2, "training.use_fsdp2": sharded}
@@ -686,6 +687,7 @@ def test_sharded_ranks_train_what_replicated_ones_train(config, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_learns_the_hidden_rule(config, train_here, tmp_path):
     """A twentieth of the training of params/cpu.yaml, on shorter chains."""
     rule = {

@@ -63,7 +63,9 @@ def execute(notebook: str, folder: Path, *arguments) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("affinity", marks=pytest.mark.long), "long_context", "mmdit"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("affinity", "long_context")), "mmdit"]
+)
 def test_it_runs_to_its_end_and_leaves_its_figures(name, tmp_path):
     execute(f"examples/{name}/{name}.ipynb", tmp_path / "run", "-f", small_file(name, tmp_path))
     assert len(list((tmp_path / "run" / "figures").glob("*.png"))) >= FIGURES[name]

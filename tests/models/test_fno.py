@@ -16,6 +16,7 @@ from upsnb.training.setup import load_model
 
 SETTINGS = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
 SETTINGS |= {"optimizer.name": "adamw"}
+LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 @pytest.fixture
@@ -83,9 +84,7 @@ def test_every_parameter_learns_and_datasets_share_nothing(setup):
     assert owned[0] | owned[1] == {id(p) for p in made.model.parameters()} and not owned[0] & owned[1]
 
 
-@pytest.mark.parametrize(
-    "phase", [pytest.param("compile", marks=pytest.mark.slow), "activation_checkpointing", "bf16", "fused"]
-)
+@pytest.mark.parametrize("phase", [pytest.param("compile", marks=LONG), "activation_checkpointing", "bf16", "fused"])
 def test_a_phase_changes_numbers_as_it_says(setup, phase):
     chosen = phases.BY_NAME[phase]
     made, plain = setup(("advection",)), setup(("advection",))

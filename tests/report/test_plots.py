@@ -151,6 +151,18 @@ def test_every_logarithmic_axis_has_three_numbers(case):
     assert not bare_axes(draw(case))
 
 
+@pytest.mark.parametrize("share", [1.02, 1.5, 8.3, 9.8, 10.2, 95, 300, 2e4])
+@pytest.mark.parametrize("low", [1.05, 2.01, 3.3, 5.05, 9.9])
+def test_a_logarithmic_axis_has_three_numbers_wherever_it_begins(low, share):
+    @style.styled
+    def empty():
+        figure = style.empty_figure(4.8, 2.8, "an axis")
+        figure.subplots().set(xscale="log", xlim=(low, share * low))
+        return figure
+
+    assert not bare_axes(drawn(empty()))
+
+
 @pytest.mark.parametrize("case", ["rollout", "spectra", "loss", "loss validation", "throughput", "distribution"])
 def test_every_curve_has_a_name(case):
     figure = draw(case)

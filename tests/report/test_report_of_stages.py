@@ -15,11 +15,13 @@ from upsnb.widgets.progress import Progress
 THREE = {"stages.finetune.epochs": 1, "stages.crps.epochs": 1, "evaluation.members": 4, "training.ema_decay": 0.9}
 
 
-@pytest.fixture
-def run(tiny_config, train_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(gates, "FEWEST", 2)
-    train_here(tiny_config(**THREE), tmp_path)
-    return handle.Run(tmp_path)
+@pytest.fixture(scope="module")
+def run(tiny_config, train_here, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gates, "FEWEST", 2)
+        train_here(tiny_config(**THREE), folder)
+    return handle.Run(folder)
 
 
 def test_every_stage_of_every_dataset_is_a_row_and_the_one_that_answers_is_marked(run):

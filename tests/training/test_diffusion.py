@@ -201,6 +201,7 @@ def test_a_run_trains_it_from_the_operator_judges_it_and_can_be_asked(run):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [NAME, REFINE])
 def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path, stage):
     class Killed(Exception):

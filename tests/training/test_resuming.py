@@ -27,6 +27,9 @@ EVERYTHING = {  # all that draws at random or remembers
 }
 
 
+LONG = (pytest.mark.slow, pytest.mark.long)
+
+
 class Killed(Exception):
     """Stands for a process that is gone."""
 
@@ -44,9 +47,9 @@ def whole(cache, tiny_config, train_here, tmp_path_factory):
     ("residency", "ending", "asynchronous", "at"),
     [  # in the first epoch, which is mixed uniformly, or in the second, which follows the first one's validation
         ("device", "stopped", False, 33),
-        ("workers", "killed", False, 13),
-        ("device", "killed", True, 33),
-        ("workers", "stopped", True, 13),
+        ("workers", "killed", True, 13),
+        pytest.param("workers", "stopped", False, 13, marks=LONG),
+        pytest.param("device", "killed", True, 33, marks=LONG),
     ],
 )
 def test_a_continued_run_is_the_run_that_was_never_stopped(
@@ -99,12 +102,9 @@ def test_without_resume_a_run_starts_anew(tiny_config, train_here, tmp_path):
 @pytest.mark.parametrize(
     "change",
     (
-        {"training.accum_steps": 3},
-        {"training.amp": True, "training.amp_dtype": "float16"},
-        {"training.amp": True, "training.amp_dtype": "bfloat16"},
-        {"training.batch_size": 16},
-        {"training.ema_decay": 0.5},
-        {"training.compile": False, "data.residency": "workers"},
+        {"training.accum_steps": 3, "training.amp": True, "training.amp_dtype": "float16"},
+        {"training.batch_size": 16, "training.amp": True, "training.amp_dtype": "bfloat16"},
+        {"training.ema_decay": 0.5, "data.residency": "workers"},
     ),
     ids=lambda change: ", ".join(f"{key.split('.')[-1]} {value}" for key, value in change.items()),
 )

@@ -112,7 +112,7 @@ def _number(axis: Axis) -> None:
         axis.axes.set(**{f"{axis.axis_name}scale": "linear"})
         return
     if not isinstance(axis.get_major_locator(), FixedLocator):
-        if high < 8 * low:  # evenly, as if it were linear
+        if high < 10 * low:  # evenly, as if it were linear: of 1, 2 and 5 two alone lie between 1.1 and 9
             axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         elif high < 1000 * low:
             axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1, 3)))
