@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from upsnb.data.families import FAMILIES
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.ups import UPS
 from upsnb.runs import runfolder
+from upsnb.runs.events import last_events
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.worker import loop
@@ -177,6 +179,30 @@ def train_here():
         found = runfolder.read_events(folder)
         assert not [event for event in found if " are damaged or lack " in event.get("message", "")]
         return found
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def killed_and_continued(train_here):
+    """`killed_and_continued(config, folder, 7)`: folders of a run that was never stopped, and of one that was.
+
+    The second begins as what is on the disk of the first when so many steps of a stage are taken, as after a kill.
+    """
+
+    def train(config: RunConfig, folder: Path, num_steps: int, stage: str = "operator") -> tuple[Path, Path]:
+        whole, cut, taken = folder / "whole", folder / "cut", set()
+
+        def copy(step):
+            if last_events(whole, ("start",))["start"]["stage"] == stage:
+                taken.add(step)
+            if len(taken) == num_steps and not cut.exists():
+                shutil.copytree(whole, cut)
+
+        train_here(config, whole, copy)
+        train_here(overlays.apply(config, {"checkpoint.resume": True}), cut)
+        assert min(event["step"] for event in runfolder.read_events(cut, ("start",))[-1:]) > 0, "from a checkpoint"
+        return whole, cut
 
     return train
 

@@ -617,21 +617,11 @@ def test_a_share_that_is_set_to_nothing_is_evaluated_as_nothing(config, train_he
     assert held_out == (9, 6, 15)
 
 
-def test_killed_and_continued_a_run_ends_with_the_same_weights(config, train_here, tmp_path):
-    class Killed(Exception):
-        pass
-
-    def kill(step):
-        if step == 13:
-            raise Killed
-
+def test_killed_and_continued_a_run_ends_with_the_same_weights(config, killed_and_continued, tmp_path):
     overlay = {"checkpoint.interval": 5, "training.inverse_loss_frequency": 2, "training.accum_steps": 2}
     overlay |= {"stages.operator.epochs": 2, "training.batch_size": 8, "training.ema_decay": 0.9}
-    train_here(config(**overlay), tmp_path / "whole")
-    with pytest.raises(Killed):
-        train_here(config(**overlay), tmp_path / "cut", at_step=kill)
-    train_here(config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
-    there, again = (load_checkpoint(tmp_path / name)["setup"] for name in ("whole", "cut"))
+    folders = killed_and_continued(config(**overlay), tmp_path, 13)
+    there, again = (load_checkpoint(folder)["setup"] for folder in folders)
     for ours, theirs in ((there["model"], again["model"]), (there["ema"]["average"], again["ema"]["average"])):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 

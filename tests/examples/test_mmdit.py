@@ -476,20 +476,9 @@ def test_its_weights_come_back_and_draw_the_same_pictures(run):
     torch.testing.assert_close(again, torch.from_numpy(kept), rtol=1e-3, atol=1e-3)
 
 
-def test_killed_and_resumed_it_ends_bit_equal(train_here, tmp_path):
-    class Killed(Exception):
-        pass
-
-    def kill(step):
-        if step == 5:
-            raise Killed
-
+def test_killed_and_resumed_it_ends_bit_equal(killed_and_continued, tmp_path):
     config = overlays.resolve({**overlays.flatten(TINY), "training.ema_decay": 0.9, "checkpoint.interval": 3})
-    train_here(config, tmp_path / "whole")
-    with pytest.raises(Killed):
-        train_here(config, tmp_path / "cut", at_step=kill)
-    train_here(overlays.resolve({"checkpoint.resume": True}, base=config), tmp_path / "cut")
-    there, again = (load_model(tmp_path / name).state_dict() for name in ("whole", "cut"))
+    there, again = (load_model(folder).state_dict() for folder in killed_and_continued(config, tmp_path, 5))
     assert all(torch.equal(value, again[name]) for name, value in there.items())
 
 

@@ -272,30 +272,16 @@ def test_twenty_steps_have_the_losses_of_a_loop_written_by_hand(tiny_setup, name
 
 
 @pytest.mark.parametrize("network", [Mlp, ConvNet, Spectral])
-def test_a_run_is_saved_resumed_to_the_bit_and_loaded(tiny_config, train_here, tmp_path, network):
+def test_a_run_is_saved_resumed_to_the_bit_and_loaded(tiny_config, killed_and_continued, tmp_path, network):
     """Also where its file is gone and the folder that one stands in is another."""
     file = tmp_path / "mine.py"
     file.write_text("import math\nimport torch\nfrom torch import nn\n"
                     "CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)\n\n" + inspect.getsource(network))  # fmt: skip
     overlay = {"model.build": f"{file}:{network.__name__}", "optimizer.name": "adamw", "training.ema_decay": 0.9}
     config = tiny_config(("advection",), **overlay, **{"stages.operator.epochs": 2, "checkpoint.interval": 2})
-    folders, losses = [tmp_path / "once", tmp_path / "again"], []
-    for folder in folders:
-        runfolder.create(config, folder)
-    saved = runfolder.configs.load(folders[0] / runfolder.CONFIG)
+    saved = runfolder.configs.load(runfolder.create(config, tmp_path / "whole") / runfolder.CONFIG)
     file.unlink()
-    train_here(saved, folders[0])
-
-    class Killed(Exception):
-        pass
-
-    def kill(number):
-        if number == 3:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train_here(saved, folders[1], at_step=kill)
-    train_here(overlays.apply(saved, {"checkpoint.resume": True}), folders[1])
+    folders, losses = killed_and_continued(saved, tmp_path, 3), []
     for folder in folders:
         events = runfolder.read_events(folder, ("step",))
         losses.append({event["step"]: event["loss"] for event in events})

@@ -271,22 +271,9 @@ def test_what_did_not_pass_is_left_out_of_the_report_unless_asked_for(tiny_confi
         load_model(tmp_path, stage="refine")
 
 
-def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path):
-    class Killed(Exception):
-        pass
-
-    overlay = {**STAGES, "checkpoint.interval": 5}
-    whole = train_here(tiny_config(**overlay), tmp_path / "whole")
-    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == NAME][0]
-
-    def kill(step):
-        if step == first + 7:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train_here(tiny_config(**overlay), tmp_path / "cut", at_step=kill)
-    train_here(tiny_config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
-    there, again = (gates.kept(tmp_path / name, NAME) for name in ("whole", "cut"))
+def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, killed_and_continued, tmp_path):
+    folders = killed_and_continued(tiny_config(**STAGES, **{"checkpoint.interval": 5}), tmp_path, 8, NAME)
+    there, again = (gates.kept(folder, NAME) for folder in folders)
     assert all(torch.equal(value, again[name]) for name, value in there.items())
 
 

@@ -203,22 +203,11 @@ def test_a_run_trains_it_from_the_operator_judges_it_and_can_be_asked(run):
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [NAME, REFINE])
-def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, train_here, tmp_path, stage):
-    class Killed(Exception):
-        pass
-
+def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, killed_and_continued, tmp_path, stage):
     overlay = {**STAGES, f"stages.{NAME}.epochs": 0, f"stages.{stage}.epochs": 2, "checkpoint.interval": 5}
-    whole = train_here(tiny_config(**overlay), tmp_path / "whole")
-    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == stage][0]
-
-    def kill(step):
-        if step == first + 7:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train_here(tiny_config(**overlay), tmp_path / "cut", at_step=kill)
-    train_here(tiny_config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
-    there, again = (gates.kept(tmp_path / name, stage) for name in ("whole", "cut"))
+    there, again = (
+        gates.kept(path, stage) for path in killed_and_continued(tiny_config(**overlay), tmp_path, 8, stage)
+    )
     assert all(torch.equal(value, again[name]) for name, value in there.items())
     assert any("spread_" in name for name in there), "and with it what was measured when it began"
 
@@ -427,28 +416,18 @@ def test_a_step_trains_the_student_and_leaves_its_teacher_and_the_operator(taugh
 
 
 @pytest.mark.slow
-def test_a_student_is_judged_against_its_teacher_and_resumed_bit_equal(tiny_config, train_here, tmp_path, monkeypatch):
-    class Killed(Exception):
-        pass
-
+def test_a_student_is_judged_against_its_teacher_and_resumed_bit_equal(
+    tiny_config, killed_and_continued, tmp_path, monkeypatch
+):
     monkeypatch.setattr(gates, "FEWEST", 2)
     overlay = {**STAGES, "checkpoint.interval": 5, f"stages.{STUDENT}.epochs": 2}
-    whole = train_here(tiny_config(**overlay), tmp_path / "whole")
-    first = [event["step"] for event in whole if event["kind"] == "step" and event["stage"] == STUDENT][0]
-    gate = [event for event in whole if event["kind"] == "gate"][-1]
+    whole, cut = killed_and_continued(tiny_config(**overlay), tmp_path, 8, STUDENT)
+    gate = runfolder.read_events(whole, ("gate",))[-1]
     assert gate["stage"] == STUDENT and gate["against"] == NAME
-
-    def kill(step):
-        if step == first + 7:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train_here(tiny_config(**overlay), tmp_path / "cut", at_step=kill)
-    train_here(tiny_config(**overlay, **{"checkpoint.resume": True}), tmp_path / "cut")
-    there, again = (gates.kept(tmp_path / name, STUDENT) for name in ("whole", "cut"))
+    there, again = (gates.kept(folder, STUDENT) for folder in (whole, cut))
     assert all(torch.equal(value, again[name]) for name, value in there.items())
-    teacher = gates.kept(tmp_path / "whole", NAME)
-    taught = load_model(tmp_path / "whole", stage=STUDENT).teacher.state_dict()
+    teacher = gates.kept(whole, NAME)
+    taught = load_model(whole, stage=STUDENT).teacher.state_dict()
     assert all(torch.equal(value, teacher[f"denoiser.{name}"]) for name, value in taught.items())
 
 

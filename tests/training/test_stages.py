@@ -6,6 +6,7 @@ import torch
 from upsnb import hardware
 from upsnb.data.spec import DatasetSpec
 from upsnb.models.surrogate import Surrogate
+from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.training import stages
 from upsnb.training.losses import FieldObjective
@@ -125,19 +126,9 @@ def test_a_model_knows_the_stage_that_its_weights_are_of(two_stages, train_here,
     )
 
 
-def test_a_killed_run_goes_on_in_its_stage(two_stages, train_here, tmp_path):
-    config = two_stages(**{"checkpoint.interval": 5})
-    whole = train_here(config, tmp_path / "whole")
-    first = [event["step"] for event in kinds(whole, "step") if event["stage"] == NAME][0]
-
-    def kill(step):
-        if step == first + 7:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train_here(config, tmp_path / "cut", at_step=kill)
-    resumed = two_stages(**{"checkpoint.interval": 5, "checkpoint.resume": True})
-    events = train_here(resumed, tmp_path / "cut")
+def test_a_killed_run_goes_on_in_its_stage(two_stages, killed_and_continued, tmp_path):
+    folders = killed_and_continued(two_stages(**{"checkpoint.interval": 5}), tmp_path, 8, NAME)
+    whole, events = (runfolder.read_events(folder) for folder in folders)
     assert kinds(events, "start")[-1]["stage"] == NAME
     losses = {event["step"]: event["loss"] for event in kinds(events, "step")}  # repeats replace what was cut off
     assert losses == {event["step"]: event["loss"] for event in kinds(whole, "step")}
