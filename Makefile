@@ -44,7 +44,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
 test: compiler $(HOSTED) $(EXTRAS) $(VASTAI)
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow" -n $(WORKERS) $(BY_FILE)
+	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow and not long" -n $(WORKERS) $(BY_FILE)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 3 $(BY_FILE) --durations=10
 	PYTHONPATH="$(CURDIR)" .extras/bin/python -m pytest -q tests/extras -n 2 $(BY_FILE)
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \

@@ -347,7 +347,6 @@ def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path):
     assert "FAILED: the run failed: rank 1 ran out of memory" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_old_report_is_not_shown_for_a_new_failure(tmp_path):
     (tmp_path / "run").mkdir()
@@ -358,7 +357,6 @@ def test_old_report_is_not_shown_for_a_new_failure(tmp_path):
     assert done.returncode == command.FAILED and "321" not in done.stdout and "loss.png" not in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_run_folder_is_made_under_outputs(tmp_path):
     (tmp_path / "params").mkdir()

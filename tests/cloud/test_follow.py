@@ -194,7 +194,6 @@ def lose(place: Path) -> None:
     shutil.rmtree(place)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_is_rented_and_goes_on_elsewhere_when_its_machine_is_taken_away(cloud: FakeVast, kept, box, monkeypatch):
     """By the real command and a real sshd. All that was on the machine is lost with it, once a checkpoint was pulled.

@@ -280,7 +280,6 @@ def _no_python(self, name):
     raise RunError("no Python 3.11 or newer -> install one there")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_one_that_cannot_be_destroyed_is_named_and_not_forgotten(cloud, config, monkeypatch, near, kept):
     monkeypatch.setattr(vast, "BOOT_S", 1.0)

@@ -337,7 +337,6 @@ def test_a_search_trains_what_is_suggested_and_goes_on_with_all_that_it_knows(tm
 # -- for real ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_sweep_that_was_killed_goes_on_where_it_was(tiny_config, tmp_path):
     base = tiny_config(

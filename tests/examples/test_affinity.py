@@ -652,7 +652,6 @@ def curve(folder: Path, term: str) -> list[float]:
 TWO = {"training.num_gpus": 2, "training.batch_size": 8, "optimizer.name": "adamw", "training.ema_decay": 0.9}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_train_what_one_trains(config, train_here, tmp_path):
     """But for the contrastive loss, whose counter-examples are those of a rank's microbatch."""
@@ -664,7 +663,6 @@ def test_two_ranks_train_what_one_trains(config, train_here, tmp_path):
     np.testing.assert_allclose(together, alone, rtol=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_sharded_ranks_train_what_replicated_ones_train(config, tmp_path):
     for name, sharded in (("replicated", False), ("sharded", True)):
@@ -676,7 +674,6 @@ def test_sharded_ranks_train_what_replicated_ones_train(config, tmp_path):
         np.testing.assert_allclose(sharded, replicated, rtol=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_it_learns_the_hidden_rule(config, train_here, tmp_path):
     """A twentieth of the training of params/cpu.yaml, on shorter chains."""

@@ -72,7 +72,6 @@ def test_it_runs_to_its_end_and_leaves_its_figures(name, tmp_path):
     assert handle.Run.attach(tmp_path / "run").status() == "finished"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_its_phases_are_measured_by_the_notebook_for_fields_and_its_error_has_its_name(name, tmp_path):
@@ -89,7 +88,6 @@ def test_its_phases_are_measured_by_the_notebook_for_fields_and_its_error_has_it
     assert f"{metric} ratio" in shown and "nRMSE" not in shown
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_its_steps_are_profiled_by_the_notebook_for_fields(name, tmp_path):
@@ -99,7 +97,6 @@ def test_its_steps_are_profiled_by_the_notebook_for_fields(name, tmp_path):
     assert report["flops_per_step"] > 0 and report["findings"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_four_ranks_train_it(name, tmp_path):

@@ -378,7 +378,6 @@ def test_phases_flip_live_and_back(setup, phase):
     assert torch.equal(stepped(), plain)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_share_every_step_and_the_evaluation(tmp_path):
     runs = [

@@ -39,7 +39,7 @@ PHASES = {
 @pytest.mark.parametrize(
     "overlay",
     [
-        pytest.param(overlay, marks=[pytest.mark.slow, pytest.mark.long] if number > 2 else ())
+        pytest.param(overlay, marks=pytest.mark.long if number > 2 else ())
         for number, overlay in enumerate(PHASES.values())
     ],
     ids=PHASES,
@@ -194,7 +194,6 @@ def test_largest_batch_is_the_largest_that_fits(lines, start):
     assert found["middle"] >= 0.9 * expected["middle"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_batch_found_for_a_gpu_fits_and_one_more_pair_does_not(tiny_config):
     predictor = Predictor(tiny_config(("advection",)), granularity=CUDA_GRANULARITY)

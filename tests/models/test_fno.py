@@ -16,7 +16,6 @@ from upsnb.training.setup import load_model
 
 SETTINGS = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
 SETTINGS |= {"optimizer.name": "adamw"}
-LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 @pytest.fixture
@@ -84,7 +83,9 @@ def test_every_parameter_learns_and_datasets_share_nothing(setup):
     assert owned[0] | owned[1] == {id(p) for p in made.model.parameters()} and not owned[0] & owned[1]
 
 
-@pytest.mark.parametrize("phase", [pytest.param("compile", marks=LONG), "activation_checkpointing", "bf16", "fused"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param("compile", marks=pytest.mark.long), "activation_checkpointing", "bf16", "fused"]
+)
 def test_a_phase_changes_numbers_as_it_says(setup, phase):
     chosen = phases.BY_NAME[phase]
     made, plain = setup(("advection",)), setup(("advection",))
@@ -183,7 +184,6 @@ def test_hardware_has_no_objection():
     hardware.check_runnable(config, hardware.detect())
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_train_alike_replicated_and_sharded(tiny_config, tmp_path):
     losses = []

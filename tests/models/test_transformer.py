@@ -58,7 +58,6 @@ def test_probabilities_in_16_bits_are_summed_up_in_float32(compiled):
     assert torch.equal(call(q[:, :, :8], k, v, "math"), whole)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_generated_kernel_of_flex_attention_gives_the_same_forward():
     q, k, v = torch.randn(3, 2, 2, 24, 16)

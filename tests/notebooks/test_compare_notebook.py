@@ -33,7 +33,6 @@ PARAMETERS = {  # two arms of a few seconds on one small dataset, without a nois
 }
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_verdict_that_fails_is_the_exit_code_and_everything_stays(tmp_path):
     values = {**PARAMETERS, "data": {**PARAMETERS["data"], "root": str(tmp_path / "data")}}

@@ -98,10 +98,10 @@ def launch(config, folder: Path, num_ranks: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-LONG = (pytest.mark.slow, pytest.mark.long)  # the others do what these do, sharded or with more losses
+LONG = list(CASES)[:2]  # the others do what these do, sharded or with more losses
 
 
-@pytest.fixture(params=[*(pytest.param(name, marks=LONG) for name in list(CASES)[:2]), *list(CASES)[2:]])
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])
 def pair(request, cache, tiny_config, tmp_path_factory):
     """(folder of one rank in this process, folder of several ranks, their number), both trained to the end."""
     if request.param not in cache:

@@ -8,7 +8,7 @@ from made_runs import of
 
 from upsnb.runs import handle
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 WORKER = Path(__file__).with_name("guarded_worker.py")
 
 

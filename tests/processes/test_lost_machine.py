@@ -9,7 +9,6 @@ from upsnb import overlays
 from upsnb.runs import checkpoint_index, handle, processes, runfolder
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_goes_on_after_its_machine_was_lost_on_another_number_of_ranks(tiny_config, tmp_path):
     (tmp_path / "drive").mkdir()

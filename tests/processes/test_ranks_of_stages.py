@@ -60,7 +60,6 @@ def test_ranks_measure_together_what_one_alone_finds_of_the_weights_they_left(
     assert run.manifest["answers"] == ([*passed] or ["operator"])[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_ranks_that_are_killed_in_a_later_stage_go_on_in_it(tiny_config, tmp_path):
     ranks = {"training.num_gpus": 2, "training.batch_size": 4, "training.max_restarts": 1, "checkpoint.interval": 3}

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /
 WORKER = Path(__file__).parent / "faulty_worker.py"
 STARTED = []
 SECRET = "known-to-the-environment-alone"
-LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 def config(num_ranks, **training):
@@ -222,7 +221,7 @@ def test_sigterm_is_a_stop(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["moved", *(pytest.param(how, marks=LONG) for how in ("removed", "taken"))])
+@pytest.mark.parametrize("how", ["moved", *(pytest.param(how, marks=pytest.mark.long) for how in ("removed", "taken"))])
 def test_run_whose_folder_is_gone_ends_and_says_so(monkeypatch, tmp_path, how):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     run = start(monkeypatch, folder, "endless:0:0", 1)
@@ -243,7 +242,7 @@ def test_run_whose_folder_is_gone_ends_and_says_so(monkeypatch, tmp_path, how):
         assert handle.Run.attach(moved).cause() == "its folder was removed or moved while it trained"
 
 
-@pytest.mark.parametrize("waits", [pytest.param("run.wait()", marks=LONG), "run.wait_for('end')"])
+@pytest.mark.parametrize("waits", [pytest.param("run.wait()", marks=pytest.mark.long), "run.wait_for('end')"])
 def test_interrupted_script_has_stopped_its_run(monkeypatch, tmp_path, waits):
     folder = tmp_path / "run"
     monkeypatch.setenv("UPSNB_FAULT", "endless:0:0")

@@ -200,7 +200,6 @@ def test_a_run_trains_it_from_the_operator_judges_it_and_can_be_asked(run):
         inference.predict(load_model(folder, stage="operator"), fields, "advection", 0.4, members=2)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [NAME, REFINE])
 def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, killed_and_continued, tmp_path, stage):

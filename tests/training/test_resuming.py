@@ -27,9 +27,6 @@ EVERYTHING = {  # all that draws at random or remembers
 }
 
 
-LONG = (pytest.mark.slow, pytest.mark.long)
-
-
 class Killed(Exception):
     """Stands for a process that is gone."""
 
@@ -48,8 +45,8 @@ def whole(cache, tiny_config, train_here, tmp_path_factory):
     [  # in the first epoch, which is mixed uniformly, or in the second, which follows the first one's validation
         ("device", "stopped", False, 33),
         ("workers", "killed", True, 13),
-        pytest.param("workers", "stopped", False, 13, marks=LONG),
-        pytest.param("device", "killed", True, 33, marks=LONG),
+        pytest.param("workers", "stopped", False, 13, marks=pytest.mark.long),
+        pytest.param("device", "killed", True, 33, marks=pytest.mark.long),
     ],
 )
 def test_a_continued_run_is_the_run_that_was_never_stopped(
