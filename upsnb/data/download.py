@@ -18,7 +18,7 @@ from pathlib import Path
 import h5py
 
 from upsnb.data.families import FAMILIES
-from upsnb.data.layouts import BLOCK_BYTES, Family, in_one_line
+from upsnb.data.layouts import BLOCK_BYTES, Family, reason
 from upsnb.data.published import PUBLISHED, RemoteFile
 from upsnb.data.source import open_source
 from upsnb.errors import DataError
@@ -159,7 +159,7 @@ def _go_on(url: str, part: Path, progress: Progress) -> tuple[int, int, str]:
                 part.unlink()
                 have, problem = 0, f"the part was longer than the file's {total} bytes"
     except BROKEN as error:
-        problem = in_one_line(error)
+        problem = reason(error)
     return have, total, problem
 
 
@@ -259,7 +259,7 @@ def _get_first(family: Family, file: RemoteFile, url: str, path: Path, first: in
         open_source(family.name, part).close()
         os.replace(part, path)
     except BROKEN as error:
-        raise DataError(f"{path}: download from {url} failed ({in_one_line(error)}) -> try again") from error
+        raise DataError(f"{path}: download from {url} failed ({reason(error)}) -> try again") from error
     finally:
         part.unlink(missing_ok=True)
 

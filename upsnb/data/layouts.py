@@ -138,7 +138,7 @@ def open_hdf5(path: Path) -> h5py.File:
         return h5py.File(path, "r")
 
 
-def in_one_line(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What HDF5 says of an error, as far as it is of use."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
@@ -151,7 +151,7 @@ def told_as(found: str, remedy: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{found} ({in_one_line(error)}) -> {remedy}") from error
+        raise DataError(f"{found} ({reason(error)}) -> {remedy}") from error
 
 
 def names(found: Collection[str]) -> str:

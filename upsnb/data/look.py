@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from upsnb.config import DatasetConfig
 from upsnb.data.custom import array_of, open_arrays, problems
 from upsnb.data.families import FAMILIES, family_of
-from upsnb.data.layouts import AXES, Family, in_one_line, told_as
+from upsnb.data.layouts import AXES, Family, reason, told_as
 from upsnb.data.numpy_files import NumpyFile
 from upsnb.data.source import Source, open_source, thinned
 from upsnb.errors import MOST_LISTED, DataError, shown
@@ -150,7 +150,7 @@ def _values(path: Path, found: Found) -> str:
                 return f"not looked at (chunks of {chunk / 2**20:,.0f} MiB)"
             values = np.concatenate([np.ravel(array[place]) for place in places]).astype(np.float64)
     except Exception as error:  # whatever a damaged file runs into
-        said = in_one_line(error).removeprefix(f"{path}: {found.paths[0]}: ")
+        said = reason(error).removeprefix(f"{path}: {found.paths[0]}: ")
         return f"not looked at ({said.partition(' -> ')[0]})"
     finite = values[np.isfinite(values)]
     if not len(finite):
@@ -194,7 +194,7 @@ def _family(path: Path, row: dict) -> Family:
         values = {"family": OWN, "files": [str(path)], "custom": row}
         dataset = DatasetConfig.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise DataError(f"{path}: not a row yet: {in_one_line(error)} -> write it by hand, docs/data.md") from error
+        raise DataError(f"{path}: not a row yet: {reason(error)} -> write it by hand, docs/data.md") from error
     for setting, found, remedy in problems(dataset):
         raise DataError(f"{path}: not a row yet: {setting}: {found} -> {remedy}")
     return family_of(dataset)
