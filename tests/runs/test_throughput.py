@@ -5,7 +5,13 @@ import pytest
 from made_runs import step
 
 from upsnb.runs import throughput
-from upsnb.runs.throughput import block_length, median_with_interval, steady_throughput, steady_windows
+from upsnb.runs.throughput import (
+    block_length,
+    median_with_interval,
+    steady_throughput,
+    steady_windows,
+    weighted_median,
+)
 
 
 def test_only_steady_steps_count():
@@ -52,6 +58,25 @@ def test_window_is_samples_over_seconds_and_not_a_mean_of_rates():
     assert steady_throughput(events)["median"] == pytest.approx(16 / 0.2, rel=0.01)
 
 
+def test_a_window_counts_by_its_length():
+    """Beside another program three of four windows are fast, and most of the time goes into the fourth."""
+    events = [step(n, ms=5000.0 if n % 31 == 0 else 100.0) for n in range(1, 311)]
+    rates = [window.samples_per_s for window in steady_windows(events)]
+    speed = steady_throughput(events)
+    assert np.median(rates) == pytest.approx(160) and speed["median"] < 10 and speed["ci95"][0] < 10
+    half = sum(window.steady_s for window in steady_windows(events) if window.samples_per_s > speed["median"])
+    assert half < sum(window.steady_s for window in steady_windows(events)) / 2
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 8])
+def test_of_equal_weights_a_weighted_median_is_the_median(num):
+    values = np.random.default_rng(num).normal(size=(5, num))
+    assert weighted_median(values, np.full_like(values, 0.5)) == pytest.approx(np.median(values, axis=1))
+    repeated = np.repeat(values, np.arange(1, num + 1), axis=1)
+    weights = np.broadcast_to(np.arange(1.0, num + 1), values.shape)
+    assert weighted_median(values, weights) == pytest.approx(np.median(repeated, axis=1))
+
+
 def test_window_passes_over_validations_but_not_over_a_relaunch():
     validated_every_half_second = [step(n, ms=100.0 if n % 6 else 9000.0, steady=n % 6 > 0) for n in range(1, 61)]
     speed = steady_throughput(validated_every_half_second)
@@ -78,4 +103,4 @@ def test_one_window_has_no_interval():
 
 def test_windows_say_when_they_were():
     events = [step(n, steady=n > 5) for n in range(1, 26)]
-    assert steady_windows(events) == [pytest.approx((0.5, 1.5, 160)), pytest.approx((1.5, 2.5, 160))]
+    assert steady_windows(events) == [pytest.approx((0.5, 1.5, 160, 1)), pytest.approx((1.5, 2.5, 160, 1))]

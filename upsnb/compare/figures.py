@@ -176,7 +176,7 @@ def _curves(events: list[dict], by_step: bool) -> list[tuple[np.ndarray, np.ndar
     """(x, loss), (x, validation error) and (x, throughput) of one run."""
     key = "step" if by_step else "time_s"
     steps = [step for step in latest(events, "step").values() if step["loss"] is not None]
-    checks, windows = list(latest(events, "eval").values()), np.reshape(steady_windows(events), (-1, 3))
+    checks, windows = list(latest(events, "eval").values()), np.reshape(steady_windows(events), (-1, 4))
     x, time_s = (np.array([step[name] for step in steps]) for name in (key, "time_s"))
     middles_s = windows[:, :2].mean(axis=1)
     return [

@@ -19,7 +19,7 @@ from upsnb.report import plots, style
 from upsnb.runs import runfolder
 from upsnb.runs.events import NAMING, latest_start
 from upsnb.runs.handle import Run
-from upsnb.runs.throughput import median_with_interval, steady_windows, turns_with
+from upsnb.runs.throughput import steady_throughput, steady_windows, turns_with
 
 SLICE = ", in the middle of z"
 floats = partial(np.asarray, dtype=float)  # null, which JSON has for NaN and infinity, becomes NaN
@@ -171,7 +171,7 @@ class RunFigures:
     def throughput(self) -> Figure:
         """Samples per second of every step by dataset, the windows that the median is of, and its interval."""
         windows, steps = steady_windows(self.events), list(latest(self.events, "step").values())
-        speed = median_with_interval([rate for _, _, rate in windows])
+        speed = steady_throughput(self.events)
         time_s, rates, steady = ([step[key] for step in steps] for key in ("time_s", "samples_per_s", "steady"))
         names, unit = list(map(whose, steps)), self.said["unit"]
         title = f"No window of steady steps: 0 {unit}/s can be claimed"
@@ -179,8 +179,8 @@ class RunFigures:
             of = {name: [r for r, n, counts in zip(rates, names, steady) if counts and n == name] for name in names}
             told = ", ".join(f"{np.median(those):.3g} {name}" for name, those in of.items() if those)
             title = (
-                f"{speed['median']:.4g} {unit}/s while steady, the median of {len(windows)} windows of successive "
-                f"steps; of single steps: {told}"
+                f"{speed['median']:.4g} {unit}/s while steady, the median over the time of {len(windows)} windows "
+                f"of successive steps; of single steps: {told}"
             )
         ends = floats([speed["median"], *speed["ci95"]])
         numbers = [step["step"] for step in steps]
@@ -189,7 +189,16 @@ class RunFigures:
             for begin, end in turns_with(self.events)
         ]
         return plots.throughput(
-            time_s, rates, steady, names, windows, ends[0], tuple(ends[1:]), turns=turns, unit=unit, title=title
+            time_s,
+            rates,
+            steady,
+            names,
+            [window[:3] for window in windows],
+            ends[0],
+            tuple(ends[1:]),
+            turns=turns,
+            unit=unit,
+            title=title,
         )
 
     @once

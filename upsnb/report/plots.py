@@ -354,7 +354,7 @@ def throughput(
         steady: (n,) bool, the steps that count; the others warm up or compile.
         names: (n,) the data sets of each step.
         windows: (m, 3) begin and end [s] and samples per second of each window of steady steps.
-        median, ci95: of the windows, samples per second, and its bootstrap 95 % interval.
+        median, ci95: over the windows' time, samples per second, and its bootstrap 95 % interval.
         turns: begin and end [s] of those that had on what was measured in turns.
     """
     figure = empty_figure(7.2, 3.3, title)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from itertools import starmap
 from operator import truediv
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,25 +31,42 @@ def block_length(values: np.ndarray) -> int:
     return int(np.clip(round(best), 1, max(len(values) // 4, 1)))
 
 
-def median_with_interval(values: Sequence[float], over: Sequence[float] | None = None) -> dict:
+def weighted_median(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Along the last axis: half of the weight lies on either side. Of equal weights it is `numpy.median`."""
+    order = np.argsort(values, axis=-1)
+    values, reached = (np.take_along_axis(array, order, -1) for array in (values, weights))
+    reached = np.cumsum(reached, axis=-1)
+    half = reached[..., -1:] / 2
+    middle = np.stack([np.sum(reached < half, axis=-1), np.sum(reached <= half, axis=-1)], axis=-1)
+    return np.take_along_axis(values, middle, -1).mean(axis=-1)  # of two where one ends just there
+
+
+def median_with_interval(
+    values: Sequence[float], over: Sequence[float] | None = None, weights: Sequence[float] | None = None
+) -> dict:
     """Median of successive values, or that median over another's, with a 95 % interval.
 
     The interval is of a circular block bootstrap, by percentiles. Its draws have a seed: the same values give the same.
 
+    Args:
+        weights: of `values`, where they do not count alike.
+
     Returns:
         {"median", "ci95": [low, high]}; None where there is none: no median of nothing, no interval of a single value.
     """
-    samples = [np.asarray(sample, float) for sample in (values, over) if sample is not None]
-    fewest, draws = min(map(len, samples)), np.random.default_rng(0)
+    samples = [(np.asarray(values, float), np.ones(len(values)) if weights is None else np.asarray(weights, float))]
+    samples += [] if over is None else [(np.asarray(over, float), np.ones(len(over)))]
+    fewest, draws = min(len(sample) for sample, _ in samples), np.random.default_rng(0)
 
-    def medians(sample: np.ndarray) -> np.ndarray:
+    def medians(sample: np.ndarray, weights: np.ndarray) -> np.ndarray:
         block, num = block_length(sample), len(sample)
         starts = draws.integers(num, size=(NUM_RESAMPLES, -(-num // block), 1))
         drawn = ((starts + np.arange(block)) % num).reshape(NUM_RESAMPLES, -1)[:, :num]
-        return np.median(sample[drawn], axis=1)
+        return weighted_median(sample[drawn], weights[drawn])
 
-    interval = np.percentile(reduce(truediv, map(medians, samples)), (2.5, 97.5)).tolist() if fewest > 1 else [None] * 2
-    return {"median": float(reduce(truediv, map(np.median, samples))) if fewest else None, "ci95": interval}
+    ratios = reduce(truediv, starmap(medians, samples)) if fewest > 1 else None
+    interval = [None] * 2 if ratios is None else np.percentile(ratios, (2.5, 97.5)).tolist()
+    return {"median": float(reduce(truediv, starmap(weighted_median, samples))) if fewest else None, "ci95": interval}
 
 
 def throughput_ratio(rates: Sequence[float], reference: Sequence[float], paired: bool = False) -> dict:
@@ -67,8 +86,17 @@ def samples_seen(steps: Iterable[dict]) -> float:
     return sum({step["step"]: step["samples_per_s"] * step["step_time_ms"] / 1e3 for step in steps}.values())
 
 
-def steady_windows(events: Iterable[dict]) -> list[tuple[float, float, float]]:
-    """Windows of about a second of steady steps: begin and end in training time [s], and samples per second.
+class Window(NamedTuple):
+    """Successive steady steps, by training time [s]; between them others may lie, which `steady_s` leaves out."""
+
+    begin_s: float
+    end_s: float
+    samples_per_s: float
+    steady_s: float
+
+
+def steady_windows(events: Iterable[dict]) -> list[Window]:
+    """Windows of steady steps, each of about a second, or of one step where that takes longer.
 
     A window holds successive steady steps of one launch, and at least as many as there are datasets: single steps
     differ by dataset and by what the clock happened to catch. Steps that are not steady are passed over rather than
@@ -76,7 +104,7 @@ def steady_windows(events: Iterable[dict]) -> list[tuple[float, float, float]]:
     """
     events = list(events)
     names = {name for event in events if event["kind"] == "step" for name in event.get("datasets", ())}
-    windows: list[tuple[float, float, float]] = []
+    windows: list[Window] = []
     begin, samples, seconds, count = 0.0, 0.0, 0.0, 0
     for event in events:
         if event["kind"] == "segment":  # a relaunch: another process, perhaps on another machine
@@ -87,20 +115,24 @@ def steady_windows(events: Iterable[dict]) -> list[tuple[float, float, float]]:
         begin = begin if count else event["time_s"] - step_s
         samples, seconds, count = samples + event["samples_per_s"] * step_s, seconds + step_s, count + 1
         if seconds >= WINDOW_S and count >= len(names):
-            windows.append((begin, event["time_s"], samples / seconds))
+            windows.append(Window(begin, event["time_s"], samples / seconds, seconds))
             samples, seconds, count = 0.0, 0.0, 0
     return windows
 
 
 def steady_throughput(events: Iterable[dict]) -> dict:
-    """Median samples per second over `steady_windows`, with its 95 % interval.
+    """Median samples per second over `steady_windows`, with its 95 % interval: half of the steady time it was faster.
+
+    A window counts by its length, or a run beside other programs would seem undisturbed: there most windows are
+    short and fast, and a few steps of many seconds take the time.
 
     Returns:
         {"median", "ci95": [low, high], "num_windows"}; None where nothing can be said: no median without a window, no
         interval from a single one.
     """
-    rates = [rate for _, _, rate in steady_windows(events)]
-    return {**median_with_interval(rates), "num_windows": len(rates)}
+    windows = steady_windows(events)
+    rates, lengths = [window.samples_per_s for window in windows], [window.steady_s for window in windows]
+    return {**median_with_interval(rates, weights=lengths), "num_windows": len(windows)}
 
 
 def turns_with(events: Iterable[dict]) -> list[tuple[int, int | None]]:
