@@ -25,6 +25,8 @@ RESERVE = ".reserve"  # given up when the disk is full, so that the end can stil
 RESERVE_BYTES = 1 << 20
 MOST_BYTES = 1 << 22  # of a JSON file
 BLOCK_BYTES = 1 << 22  # read at a time
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # what the system calls a disk, or a share of it, that is full
+FULL_BYTES = 1 << 16  # a disk with less is full: torch's writer says "unexpected pos" where the system said ENOSPC
 MADE_HERE = ".upsnb"  # stands in folders of what can be made again
 
 
@@ -59,7 +61,7 @@ def write_json(path: Path, value, last_words: bool = False) -> None:
         with replacing(path) as file:
             file.write(text.encode())
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not last_words:
+        if error.errno not in NO_SPACE or not last_words:
             raise
         (path.parent / RESERVE).unlink(missing_ok=True)
         write_json(path, value)
@@ -119,6 +121,11 @@ def numbered(stem: str) -> Iterator[str]:
     yield stem
     for number in itertools.count(2):
         yield f"{stem}-{number}"
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has no room left."""
+    return shutil.disk_usage(folder).free < FULL_BYTES
 
 
 def fill_reserve(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from upsnb.errors import OutOfMemory, RunError
 from upsnb.runs import checkpoint_index, recovery, runfolder
-from upsnb.runs.files import Shape, read_json
+from upsnb.runs.files import Shape, is_full, read_json
 from upsnb.runs.ranks import log_name
 
 # Of these a rank dies by itself. SIGABRT and SIGTERM also come from elsewhere: NCCL aborts ranks whose peer is gone,
@@ -57,7 +56,7 @@ def examine(
         return Ending("failed", f"all ranks ended with exit code 0 but {missing}", None, 0)
     failures = read_failures(folder)
     full = [failure for failure in failures if failure["disk_full"]]
-    if full or shutil.disk_usage(folder).free < 1 << 16:
+    if full or is_full(folder):
         who = f" ({_describe(full[0])})" if full else ""
         return Ending("failed", f"no space left on the disk of {folder}{who}", None, exit_code)  # nor for a relaunch
     starved = any(failure["type"] == OutOfMemory.__name__ for failure in failures)

@@ -12,7 +12,6 @@ import errno
 import math
 import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,9 +25,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from upsnb.errors import RunError
+from upsnb.runs.files import is_full
 
 METADATA = ".metadata"  # DCP's table of contents
-FULL_BYTES = 1 << 16  # a disk with less is full: torch's writer says "unexpected pos" where the system said ENOSPC
 # (path in the nest, shape, dtype) to the tensor that is filled, plain or DTensor; None leaves it out
 Allocate = Callable[[tuple[str, ...], torch.Size, torch.dtype], "Tensor | None"]
 
@@ -126,7 +125,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except (OSError, RuntimeError) as error:
-            if shutil.disk_usage(self.path).free < FULL_BYTES:
+            if is_full(self.path):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
             raise
 

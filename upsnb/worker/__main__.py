@@ -7,7 +7,6 @@ import contextlib
 import errno
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 from upsnb import config as configs
 from upsnb import overlays
 from upsnb.runs import recovery, runfolder
+from upsnb.runs.files import NO_SPACE, is_full
 from upsnb.runs.processes import MARK, NODE, SEGMENT, is_alive, kill_marked
 
 RANK, SIZE = "RANK", "WORLD_SIZE"  # environment variables by which torchrun and torch.distributed say it
@@ -117,12 +117,11 @@ def _record_failure(folder: Path, error: BaseException, heartbeat: runfolder.Hea
 def is_disk_full(error: BaseException, folder: Path) -> bool:
     """Whether an error comes from a disk without space, however deep in its chain of causes."""
     for cause in recovery.chain(error):
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             return True
         if os.strerror(errno.ENOSPC) in str(cause):  # wrapped as text, as distributed checkpoints do
             return True
-    # what torch writes by itself reports "unexpected pos" and no errno
-    return isinstance(error, (OSError, RuntimeError)) and shutil.disk_usage(folder).free < 1 << 16
+    return isinstance(error, (OSError, RuntimeError)) and is_full(folder)
 
 
 if __name__ == "__main__":
