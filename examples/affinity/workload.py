@@ -128,6 +128,7 @@ class AffinityObjective(PlainObjective):
     """Squared error of pKd in units of the training split, and InfoNCE between partners."""
 
     TERMS = ("regression", "contrastive")
+    GRAPHS = ("losses",)
 
     def __init__(self, model: AffinityModel, config: TrainingConfig, settings: Settings):
         super().__init__(model, config)
@@ -139,16 +140,21 @@ class AffinityObjective(PlainObjective):
         return {"regression": 1.0} | ({"contrastive": weight * every} if due else {})
 
     def terms(self, batch: Pairs, weights: dict[str, float]) -> dict[str, Tensor]:
-        model, spec = self.model, self.model.specs[batch.dataset]
-        encoded, terms = model.encode(batch.chains, batch.keep), {}
-        if "regression" in weights:
-            target = (batch.affinity - spec.mean) / spec.std
-            terms["regression"] = (model.bind(encoded, batch.keep) - target).square().mean()
-        if "contrastive" in weights:
-            vectors, binds = model.vectors(encoded, batch.keep), (batch.affinity >= self.settings.binder).float()
-            with torch.autocast(batch.device.type, enabled=False):
-                terms["contrastive"] = info_nce(vectors, batch.partners, binds)
-        return terms
+        spec, binds = self.model.specs[batch.dataset], (batch.affinity >= self.settings.binder).float()
+        target, names = (batch.affinity - spec.mean) / spec.std, tuple(weights)
+        return dict(zip(names, self.losses(names, batch.chains, batch.keep, batch.partners, target, binds)))
+
+    def losses(self, names: tuple[str, ...], chains, keep, partners, target_B: Tensor, binds_B: Tensor) -> list[Tensor]:
+        """Those terms of a microbatch; target_B: pKd in units of the training split."""
+        encoded, found = self.model.encode(chains, keep), []
+        for name in names:
+            if name == "regression":
+                found.append((self.model.bind(encoded, keep) - target_B).square().mean())
+            else:
+                vectors = self.model.vectors(encoded, keep)
+                with torch.autocast(chains.device.type, enabled=False):
+                    found.append(info_nce(vectors, partners, binds_B))
+        return found
 
     def unreached(self, computed: set[tuple[str, str]]) -> list[torch.nn.Module]:
         if computed and not any(term == "contrastive" for _, term in computed):
