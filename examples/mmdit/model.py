@@ -193,10 +193,10 @@ class MMDiT(Network):
         return (z_BCHW - self(name, z_BCHW, time_B, tokens_BL)) / time
 
 
-def noise(size: tuple[int, int], samples: Iterable[int], seed: int = 0) -> Tensor:
-    """What pictures begin as: (B, C, H, W), the same for a sample whatever stands beside it."""
-    draws = (torch.Generator().manual_seed(seed + 1_000_003 * (int(sample) + 1)) for sample in samples)
-    return torch.stack([torch.randn(CHANNELS, *size, generator=drawn) for drawn in draws])
+def noise(size: tuple[int, int], samples: Iterable[int], seed: int = 0, draws: int = 1) -> Tensor:
+    """Standard normal draws for pictures, (S, B, C, H, W), the same for a sample whatever stands beside it."""
+    generators = (torch.Generator().manual_seed(seed + 1_000_003 * (int(sample) + 1)) for sample in samples)
+    return torch.stack([torch.randn(draws, CHANNELS, *size, generator=drawn) for drawn in generators], dim=1)
 
 
 def shifted(times: Tensor) -> Tensor:
@@ -205,18 +205,17 @@ def shifted(times: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(
-    model: MMDiT, name: str, tokens_BL: Tensor, z_BCHW: Tensor, steps: int, guidance: float, method: str
-) -> Tensor:
+def sample(model: MMDiT, name: str, tokens_BL: Tensor, noise_SBCHW: Tensor, steps: int, guidance: float) -> Tensor:
     """Pictures of captions.
 
     Args:
-        name: bucket, whose size `z_BCHW` has.
+        name: bucket, whose size the noise has.
         tokens_BL: token ids of the captions.
-        z_BCHW: standard normal noise.
+        noise_SBCHW: standard normal. Pictures begin as the first; one more for each step that follows replaces as much
+            of their noise as may be new (ancestral sampling: arXiv 2010.02502, eq. 16 with eta 1). The first alone is
+            Euler's method, in which nothing else is left to chance.
         steps: from noise to picture, `shifted`: shorter near noise.
         guidance: how far beyond the velocity without a caption to that with it (arXiv 2207.12598); 1: just to it.
-        method: euler, or heun, which takes two calls a step, the last one excepted.
     Returns:
         (B, C, H, W) float32 in [0, 1].
     """
@@ -230,11 +229,12 @@ def sample(
         told, untold = model.velocity(name, torch.cat((z, z)), times, both).chunk(2)
         return untold + guidance * (told - untold)
 
-    times = shifted(torch.linspace(1, 0, steps + 1)).tolist()
-    for time, after in zip(times, times[1:]):
+    times, z_BCHW = shifted(torch.linspace(1, 0, steps + 1)).tolist(), noise_SBCHW[0]
+    for step, (time, after) in enumerate(zip(times, times[1:]), start=1):
         v = velocity(z_BCHW, time)
-        ahead = z_BCHW + (after - time) * v
-        if method == "heun" and after > 0:  # at the picture itself there is no velocity left to correct by
-            ahead = z_BCHW + (after - time) * (v + velocity(ahead, after)) / 2
-        z_BCHW = ahead
+        picture, left = z_BCHW - time * v, z_BCHW + (1 - time) * v  # what z is believed to be made of
+        if step < len(noise_SBCHW):
+            kept = (1 - time) * after / ((1 - after) * time)
+            left = kept * left + math.sqrt(1 - kept**2) * noise_SBCHW[step]
+        z_BCHW = (1 - after) * picture + after * left
     return model.denormalise(name, z_BCHW).clamp(0, 1)

@@ -36,9 +36,9 @@ class Settings(Section):
     pictures: PositiveInt = 3000  # of each bucket, all splits together
     seed: Seed = 0  # of the pictures, apart from training.seed
     caption_dropout: OpenFraction = 0.1  # share of training pairs whose caption is left out, for guidance
-    method: Literal["euler", "heun"] = "euler"  # how samples are drawn
+    method: Literal["ancestral", "euler"] = "ancestral"  # how samples are drawn: with new noise in every step, or none
     steps: PositiveInt = 20  # from noise to picture
-    guidance: NonNegativeFloat = 1.75  # 1: none; more draws what the caption says more often, and too many of it
+    guidance: NonNegativeFloat = 1.5  # 1: none; more draws what the caption says more often, and too many of it
 
 
 @dataclass
@@ -182,13 +182,14 @@ class TextToPicture(Example):
             tokens: (B, L) int64.
         """
         settings = self.settings
-        z = noise(model.specs[name].size, samples, seed).to(device)
-        return sample(model, name, tokens.to(device), z, settings.steps, settings.guidance, settings.method).cpu()
+        draws = settings.steps if settings.method == "ancestral" else 1
+        drawn = noise(model.specs[name].size, samples, seed, draws).to(device)
+        return sample(model, name, tokens.to(device), drawn, settings.steps, settings.guidance).cpu()
 
     def _losses(self, model: MMDiT, bucket: Bucket, rows: np.ndarray, device) -> Tensor:
         """Squared errors of the velocity at the middle of each share of the times, (NUM_TIMES, B)."""
         pictures, tokens = (torch.from_numpy(part[rows]).to(device) for part in (bucket.pictures, bucket.tokens))
-        drawn, found = noise(bucket.spec.size, rows, seed=1).to(device), []
+        drawn, found = noise(bucket.spec.size, rows, seed=1)[0].to(device), []
         for time in middle_times().tolist():
             times = torch.full((len(rows),), time, device=device)
             found.append(flow_errors(model, bucket.name, pictures, tokens, times, drawn).cpu())

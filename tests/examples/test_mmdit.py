@@ -9,7 +9,7 @@ import torch
 
 from examples.mmdit import data, judge
 from examples.mmdit import figures as example_figures
-from examples.mmdit.model import SHIFT, Block, BucketSpec, MMDiT, Shape, sample, shifted
+from examples.mmdit.model import SHIFT, Block, BucketSpec, MMDiT, Shape, noise, sample, shifted
 from examples.mmdit.workload import SIZES, FlowObjective, TextToPicture, logit_normal, middle_times
 from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError
@@ -227,44 +227,63 @@ def test_a_share_of_captions_is_left_out_and_it_is_the_pairs_own(setup):
 
 
 class Straight:
-    """Knows the picture of each caption, and of none; or, where it is curved, a velocity that changes with time."""
+    """Knows the picture of each caption, and of none."""
 
-    def __init__(self, pictures, unknown, curved=0.0):
-        self.pictures, self.unknown, self.curved = pictures, unknown, curved
+    def __init__(self, pictures, unknown):
+        self.pictures, self.unknown = pictures, unknown
 
     def velocity(self, name, z, time, tokens):
-        time = time.view(-1, 1, 1, 1)
-        if self.curved:
-            return self.curved * time**2 + 0 * z
         none = torch.tensor(data.encode(data.NO_CAPTION))
         of = torch.stack([self.unknown if torch.equal(ids, none) else self.pictures[int(ids[1])] for ids in tokens])
-        return (z - of) / time
+        return (z - of) / time.view(-1, 1, 1, 1)
 
     def denormalise(self, name, x):
         return x
 
 
-def test_samplers_reach_the_picture_and_guidance_goes_beyond_it():
+class Curved(Straight):
+    """A velocity that changes with time."""
+
+    def velocity(self, name, z, time, tokens):
+        return 0.9 * time.view(-1, 1, 1, 1) ** 2 + 0 * z
+
+
+class Normal(Straight):
+    """Knows that pixels are standard normal before they become 0.5 +- 0.1, and nothing else."""
+
+    def velocity(self, name, z, time, tokens):
+        time = time.view(-1, 1, 1, 1)
+        return (z - z * (1 - time) / ((1 - time) ** 2 + time**2)) / time
+
+    def denormalise(self, name, x):
+        return 0.5 + 0.1 * x
+
+
+@pytest.mark.parametrize("draws", [1, 5])
+def test_samples_reach_the_picture_and_guidance_goes_beyond_it(draws):
     pictures, unknown = {0: torch.full((3, 4, 4), 0.6), 1: torch.full((3, 4, 4), 0.3)}, torch.full((3, 4, 4), 0.5)
-    tokens, z = torch.tensor([[2, 0], [2, 1]]), torch.randn(2, 3, 4, 4)
+    tokens, drawn = torch.tensor([[2, 0], [2, 1]]), torch.randn(draws, 2, 3, 4, 4)
     tokens = torch.cat((tokens, torch.zeros(2, data.LENGTH - 2, dtype=torch.long)), dim=1)
-    for method in ("euler", "heun"):
-        for guidance, expected in ((1.0, (0.6, 0.3)), (2.0, (0.7, 0.1)), (0.0, (0.5, 0.5))):
-            drawn = sample(Straight(pictures, unknown), "square", tokens, z, 5, guidance, method)
-            for picture, value in zip(drawn, expected):
-                torch.testing.assert_close(picture, torch.full_like(picture, value), rtol=1e-3, atol=1e-3)
+    for guidance, expected in ((1.0, (0.6, 0.3)), (2.0, (0.7, 0.1)), (0.0, (0.5, 0.5))):
+        found = sample(Straight(pictures, unknown), "square", tokens, drawn, 5, guidance)
+        for picture, value in zip(found, expected):
+            torch.testing.assert_close(picture, torch.full_like(picture, value), rtol=1e-3, atol=1e-3)
 
 
-def test_heun_is_of_second_order_and_euler_of_first():
-    model, z = Straight({}, None, curved=0.9), torch.full((1, 3, 2, 2), 0.5)
-    tokens = torch.zeros(1, data.LENGTH, dtype=torch.long)
-    errors = {
-        (method, steps): abs(sample(model, "x", tokens, z, steps, 1.0, method).mean().item() - (0.5 - 0.3))
-        for method in ("euler", "heun")
-        for steps in (16, 32)
-    }
-    assert 1.8 < errors["euler", 16] / errors["euler", 32] < 2.3
-    assert errors["heun", 16] / errors["heun", 32] > 3 and errors["heun", 32] < errors["euler", 32] / 5
+def test_without_new_noise_a_step_is_of_first_order():
+    model, z, tokens = Curved({}, None), torch.full((1, 1, 3, 2, 2), 0.5), torch.zeros(1, data.LENGTH, dtype=torch.long)
+    coarse, fine = (abs(sample(model, "x", tokens, z, steps, 1.0).mean().item() - (0.5 - 0.3)) for steps in (16, 32))
+    assert 1.8 < coarse / fine < 2.3
+
+
+@pytest.mark.parametrize("ancestral", [False, True])
+def test_samples_are_as_far_apart_as_pictures_are(ancestral):
+    """New noise comes in only as far as old noise goes out: neither blurred nor grainy."""
+    steps, tokens = 300, torch.zeros(64, data.LENGTH, dtype=torch.long)
+    drawn = noise((8, 8), range(64), draws=steps if ancestral else 1)
+    pixels = sample(Normal({}, None), "x", tokens, drawn, steps, 1.0)
+    assert pixels.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert pixels.std().item() == pytest.approx(0.1, rel=0.03)
 
 
 def test_a_sample_is_the_same_whatever_is_drawn_beside_it(setup, perturb):
