@@ -55,8 +55,7 @@ def trained(name: str, folder: Path, output: Path) -> dict:
 def compared(name: str, folder: Path) -> dict:
     """Throughput of FAST over that of no phase, taking turns, and the ratio of their errors."""
     base = of_example(name, **ENOUGH, **{"stages.operator.epochs": EPOCHS[name]})
-    for phase in map(phases.BY_NAME.get, phases.names_on(base)):
-        base = overlays.apply(base, phase.off)
+    base = overlays.apply(base, phases.baseline_overlay(base))
     fast = overlays.apply(base, FAST)  # with the attention kernel of its file
     base = overlays.apply(base, {"operator.pdet.attention": "sdpa"})
     arms.compare(base, fast, folder, noise_floor=False, block_s=8.0)

@@ -81,7 +81,8 @@ def test_a_phase_off_is_the_run_s_own_again(preset, phase):
     off = overlays.apply(on, off_overlay(phase, base))
     assert is_on(phase, on) and not is_on(phase, off)
     if is_on(phase, base):  # it has no own values without
-        assert overlays.difference(off, overlays.apply(off, phase.off)) == {}
+        said = phase.off_on_cpu or phase.off if hardware.detect().device == "cpu" else phase.off
+        assert overlays.difference(off, overlays.apply(off, said)) == {}
     else:
         assert off == overlays.apply(base, others)
 
@@ -90,15 +91,30 @@ def test_bfloat16_on_and_off_leaves_a_float32_run_in_float32():
     base = overlays.resolve({"training.amp_dtype": "float32"})
     on = overlays.apply(base, BY_NAME["bf16"].on)
     assert overlays.apply(on, off_overlay(BY_NAME["bf16"], base)) == base
-    assert overlays.apply(on, off_overlay(BY_NAME["bf16"], on)).training.amp_dtype == "float16"
+
+
+@pytest.mark.parametrize(("device", "amp"), [("cpu", False), ("cuda", True)])
+def test_without_bfloat16_a_run_started_with_it_is_float16_on_a_gpu_and_float32_on_a_cpu(device, amp):
+    """Not float16 there, ten times as slow, which would make the phase look ten times as good."""
+    base = overlays.load(PARAMS / "cpu_optimized.yaml", overrides={"training.device": device})
+    for overlay in (off_overlay(BY_NAME["bf16"], base), baseline_overlay(base)):
+        training = overlays.apply(base, overlay).training
+        assert (training.amp, training.amp_dtype) == (amp, "float16")
+
+
+def test_a_float16_run_stays_one():
+    base = overlays.load(PARAMS / "2gpu_baseline.yaml", overrides={"training.device": "cpu"})
+    assert overlays.apply(base, baseline_overlay(base)).training == base.training
 
 
 def test_a_baseline_has_no_phase_and_else_its_own_values():
-    base = overlays.load(PARAMS / "cpu_optimized.yaml")  # inverse losses every fourth time, but at all points
+    changes = {"training.device": "cpu"}
+    base = overlays.load(PARAMS / "cpu_optimized.yaml", overrides=changes)  # inverse losses every fourth time
     baseline = overlays.apply(base, baseline_overlay(base))
     assert phases_on(baseline) == set()
     assert overlays.difference(base, baseline) == {
         "optimizer.fused": False,
+        "training.amp": False,
         "training.amp_dtype": "float16",
         "training.compile": False,
         "training.inverse_loss_frequency": 1,

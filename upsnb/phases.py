@@ -128,6 +128,7 @@ class Phase:
     ladder: dict[str, object] = field(default_factory=dict)  # what the published recipe changes along with it
     needs: str = ""  # what the machine must have, in words; `unmet` checks it
     when: Callable[[RunConfig], bool] | None = None  # it is on; None: with every setting of `on`
+    off_on_cpu: dict[str, object] = field(default_factory=dict)  # in place of `off`, where a CPU would not do that
 
     @property
     def hot(self) -> bool:
@@ -189,6 +190,7 @@ PHASES = (
         "Compute in bfloat16 instead of float16, without a gradient scaler.",
         on={"training.amp": True, "training.amp_dtype": "bfloat16"},
         off={"training.amp": True, "training.amp_dtype": "float16"},
+        off_on_cpu={"training.amp": False, "training.amp_dtype": "float16"},  # few CPUs have instructions for float16
         expected=Expected(1.10, 3.75),
     ),
     Phase(
@@ -309,7 +311,10 @@ def off_overlay(phase: Phase, base: RunConfig) -> dict[str, object]:
 
     Where it was started with the phase there are none, and off is what the phase says.
     """
-    return phase.off if is_on(phase, base) else {path: setting(base, path) for path in phase.on}
+    if not is_on(phase, base):
+        return {path: setting(base, path) for path in phase.on}
+    on_cpu = phase.off_on_cpu and machines.resolve_device(base, machines.detect()) == "cpu"
+    return phase.off_on_cpu if on_cpu else phase.off
 
 
 def baseline_overlay(base: RunConfig) -> dict[str, object]:
@@ -319,7 +324,7 @@ def baseline_overlay(base: RunConfig) -> dict[str, object]:
     """
     own = {path: setting(base, path) for phase in PHASES for path in phase.on}
     off = {
-        path: phase.off[path]
+        path: (off_overlay(phase, base) if is_on(phase, base) else phase.off)[path]
         for phase in PHASES
         for path, value in phase.on.items()
         if is_on(phase, base) or own[path] == value
