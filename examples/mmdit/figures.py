@@ -74,9 +74,9 @@ def accuracy(drawn) -> Figure:
     names = list(dict.fromkeys(name for event in checks.values() for name in event["val_nrmse"]))
     found = {name: 1 - floats([event["val_nrmse"].get(name) for event in checks.values()]) for name in names}
     told = ", ".join(f"{name} {values[-1]:.0%}" for name, values in found.items())
-    title = f"Attributes of validation captions that samples show, at the end: {told}"
+    title = f"Attributes of validation captions that samples show, at step {list(checks)[-1]:,}: {told}"
     found = {name: (list(checks), values) for name, values in found.items()}
-    return _curves(title, found, "step", "accuracy", ylim=(0, 1.02))
+    return _curves(title, found, "step", "accuracy", xlim=(0, 1.05 * max(checks)), ylim=(0, 1.02))
 
 
 @style.styled
