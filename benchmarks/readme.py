@@ -206,7 +206,8 @@ def starting(report: Mapping | None) -> list[str]:
     beside = [one["overhead_s"] for one in notebooks]
     return [
         f"- The first step of `params/{report['params']}.yaml` ends {median(first):.1f} s after its start ({min(first):.1f} to {max(first):.1f}, {len(first)} starts)",
-        f"  where its code was compiled before, with an empty cache {cold['first_step_s']:.0f} s; wanted warm: {targets['warm_first_step_s']:g} s.",
+        f"  where its code was compiled before, with an empty cache {cold['first_step_s']:.0f} s;",
+        f"  wanted: under {targets['warm_first_step_s']:g} s and {targets['cold_first_step_s']:g} s.",
         f"  Compiling and loading take {median(one['compile_s'] for one in warm):.1f} s of a warm start, {cold['compile_s']:.0f} s of a cold one.",
         f"- `notebooks/01_train.ipynb`, headless, takes {median(beside):.1f} s beside training ({min(beside):.1f} to {max(beside):.1f});",
         f"  wanted: under {targets['overhead_s']:g} s. Of these, in seconds: {split}",

@@ -375,6 +375,18 @@ def test_augmentation_moves_inputs_and_targets_alike():
     assert images == {True, False}
 
 
+@pytest.mark.parametrize("augment", [True, False])
+@pytest.mark.parametrize("residency", ["device", "workers"])
+def test_batches_lie_in_memory_alike_whatever_was_drawn(opened, augment, residency):
+    """And as they are peeked at: a compiled graph is of one layout, and a second one would be compiled in mid-run."""
+    settings = {f"data.datasets.{name}.augment": augment for name in ("advection", "darcy")}
+    config, datasets = opened(**settings, **{"data.residency": residency, "training.batch_size": 2})
+    loader, seen = Loader(datasets, config, 0, 1, "cpu"), {}
+    for batch in (*loader.peek(), *loader.epoch(0)):
+        seen.setdefault(batch.dataset, set()).add(tuple(x.stride() for x in batch.tensors().values()))
+    assert [len(strides) for strides in seen.values()] == [1, 1]
+
+
 def test_images_are_drawn_from_another_stream_than_the_order(opened, monkeypatch):
     # A tuple of seeds with a zero at its end is numpy's seed without it: order and image would come from the same bits.
     states, make = [], np.random.default_rng

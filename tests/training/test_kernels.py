@@ -64,6 +64,50 @@ def test_what_cannot_be_compiled_together_is_compiled_alone(monkeypatch, trouble
     assert len(tried) == (trouble == "it fails")
 
 
+@pytest.fixture
+def two_graphs(monkeypatch):
+    """Makes a torch of two threads whose graphs are of one kernel each, and begins to compile two of them."""
+
+    def compile_two(alone, give):
+        make = type("AsyncCompile", (Alone,), {"cpp_pybinding": alone, "wait": Alone.wait, "submit": print})
+        monkeypatch.setattr(compiler, "AsyncCompile", make)
+        monkeypatch.setattr(compiler, "get_compile_threads", lambda: 2)
+        monkeypatch.setattr(kernels, "begin", lambda chosen, *_: lambda: give(chosen))
+        kernels.compile_together()
+        scopes = []
+        for _ in range(2):
+            graph = make()
+            scopes.append({"kernel": graph.cpp_pybinding([], KERNEL), "other": 3})
+            graph.wait(scopes[-1])
+        return scopes
+
+    return compile_two
+
+
+def test_in_a_rehearsal_kernels_do_nothing_and_after_it_they_are_there(two_graphs):
+    def give(chosen):
+        for kernel in chosen:
+            kernel.compiled = "together"
+
+    with kernels.rehearsal():
+        scopes = two_graphs(Alone.cpp_pybinding, give)
+        assert all(scope["kernel"](1, 2) is None and scope["other"] == 3 for scope in scopes)
+    assert [scope["kernel"] for scope in scopes] == ["together", "together"]
+    assert [scope["kernel"] for scope in two_graphs(Alone.cpp_pybinding, give)] == ["together", "together"]
+
+
+def test_where_a_kernel_of_a_rehearsal_cannot_be_compiled_no_graph_is_left_that_would_call_it(two_graphs, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no C++ compiler")
+
+    forgotten, utils = [], importlib.import_module("torch._inductor.utils")
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: forgotten.append("graphs"))
+    monkeypatch.setattr(utils, "clear_caches", lambda: forgotten.append("code"))
+    with pytest.raises(RuntimeError, match="no C.. compiler"), kernels.rehearsal():
+        two_graphs(refuse, refuse)
+    assert forgotten == ["graphs", "code"]
+
+
 def attend(x):
     """Three kernels, between products."""
     y = torch.nn.functional.layer_norm(x, x.shape[-1:])
@@ -78,15 +122,22 @@ def test_kernels_of_a_graph_are_one_file_and_compute_the_same_to_the_last_bit(tm
     for own in ("cpp_pybinding", "wait"):  # put back after the test
         method = getattr(compiler.AsyncCompile, own)
         monkeypatch.setattr(compiler.AsyncCompile, own, getattr(method, "__wrapped__", method))
-    for name in ("alone", "together", "again"):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / ("alone" if name == "alone" else "together")))
+    for name in ("alone", "together", "again", "rehearsed"):
+        place = "together" if name == "again" else name
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / place))
         if name == "together":
             kernels.compile_together()
         torch._dynamo.reset()
+        if name == "rehearsed":
+            torch._inductor.utils.clear_caches()
         with torch.no_grad(), torch._inductor.config.patch(compile_threads=cores):
-            found.append(torch.compile(attend, dynamic=False)(x))
+            compiled = torch.compile(attend, dynamic=False)
+            if name == "rehearsed":
+                with kernels.rehearsal():
+                    compiled(x)
+            found.append(compiled(x))
         libraries.append(len(list(tmp_path.rglob("*.so"))))
     torch._dynamo.reset()
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    alone, together, again = libraries
-    assert alone > 1 and together == alone + 1 == again
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    alone, together, again, rehearsed = libraries
+    assert alone > 1 and together == alone + 1 == again and rehearsed == again + 1

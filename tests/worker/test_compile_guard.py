@@ -9,6 +9,7 @@ from torch._inductor.exc import CppCompileError
 from upsnb import overlays
 from upsnb.errors import RunError
 from upsnb.runs import runfolder
+from upsnb.training import kernels
 from upsnb.training.setup import Setup
 
 
@@ -111,6 +112,22 @@ def test_compiling_ahead_leaves_noise_gradients_weights_and_data_as_found(tiny_s
         losses.append(setup.step(first, 0)[0].item())
         losses.append(setup.step([next(epoch), next(epoch)], 1)[0].item())
     assert losses[:2] == losses[2:]
+
+
+def test_a_step_that_fails_by_numbers_without_a_meaning_is_tried_with_real_ones(
+    tiny_setup, eager_compiler, monkeypatch
+):
+    setup, probe, rehearsed = tiny_setup(**{"training.compile": True}), Setup._probe, []
+
+    def stumble(self):
+        rehearsed.append(kernels._unfinished is not None)
+        if rehearsed[-1]:
+            raise IndexError("a row that the table does not have")
+        probe(self)
+
+    monkeypatch.setattr(Setup, "_probe", stumble)
+    setup.try_compile()
+    assert rehearsed == [True, False] and setup.probed == setup.config
 
 
 def test_what_is_compiled_already_is_not_tried_out_again(tiny_setup, eager_compiler, monkeypatch):

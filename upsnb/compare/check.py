@@ -311,6 +311,7 @@ def take_steps(folder: Path, root: Path, num_steps: int) -> None:
     ranks = parallel.initialise(config)
     config = overlays.apply(config, {"data.root": str(root)})
     setup = Setup.build(config, root, ranks)
+    setup.try_compile()
     ended, losses = [started], []
     batches = itertools.chain.from_iterable(map(setup.loader.epoch, itertools.count()))
     for step in range(num_steps):

@@ -202,7 +202,7 @@ class Loader:
     def peek(self) -> list[TensorBatch]:
         """One microbatch of each dataset, read here and now; an epoch that is under way does not notice."""
         first = self.schedule.microbatches(list(self.datasets), epoch=0)
-        return [self.reader[microbatch].map(lambda x: x.to(self.device).contiguous()) for microbatch in first]
+        return [self.reader[microbatch].map(lambda x: x.to(self.device)) for microbatch in first]
 
     def _start_workers(self) -> DataLoader:
         training = self.config.training

@@ -142,10 +142,10 @@ class Dataset:
         if spec.time_dependent:
             inputs = frames[:, : spec.input_frames]
             targets = frames[:, spec.input_frames :, : spec.output_channels]
-        if resident is None:  # one block each on its way to a device
-            inputs, targets = inputs.contiguous(), targets.contiguous()
         if self.augment:
             inputs, targets = symmetries.images(self.family, inputs, targets, microbatch.draws)
+        # One block each on the way to a device, and in one layout, whatever was drawn: a compiled graph is of one.
+        inputs, targets = inputs.contiguous(), targets.contiguous()
         shown = None if self.augment else microbatch.pairs
         return Batch(self.name, inputs, targets, parameters, microbatch.seed, microbatch.turn, shown)
 

@@ -116,7 +116,7 @@ class CompileClock:
     """
 
     def __init__(self, begun: Callable[[], None]):
-        self.begun, self.since, self.spent_s = begun, 0.0, 0.0
+        self.begun, self.since, self.spent_s = begun, 0.0, -kernels.waited_s
         self.handler = importlib.import_module("torch._dynamo.callback").callback_handler
         self.handler.register_start_callback(self._begin)
         self.handler.register_end_callback(self._end)
@@ -130,7 +130,7 @@ class CompileClock:
 
     def take_s(self) -> float:
         """Seconds spent compiling since the last call."""
-        spent_s, self.spent_s = self.spent_s, 0.0
+        spent_s, self.spent_s = self.spent_s + kernels.waited_s, -kernels.waited_s
         return spent_s
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class CompileCounter:
             "cache_hits": counters["inductor"]["fxgraph_cache_hit"],
             "cuda_graphs_skipped": counters["inductor"]["cudagraph_skips"],
             "cuda_graphs_again": _recorded_again(),
-            "duration_s": dynamo.calculate_time_spent()["total_wall_time"],
+            "duration_s": dynamo.calculate_time_spent()["total_wall_time"] + kernels.waited_s,
         }
 
     def _recompiles(self) -> int:

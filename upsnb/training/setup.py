@@ -24,7 +24,18 @@ from upsnb.models.network import Network
 from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
-from upsnb.training import checkpoint, compiling, gates, optimizers, packed, parallel, precision, preflight, stages
+from upsnb.training import (
+    checkpoint,
+    compiling,
+    gates,
+    kernels,
+    optimizers,
+    packed,
+    parallel,
+    precision,
+    preflight,
+    stages,
+)
 from upsnb.training.losses import ESTABLISHED, Objective, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
@@ -293,8 +304,9 @@ class Setup:
         """Compile what a step of the config needs: a microbatch of each dataset and set of terms, forward and backward.
 
         Compilation is lazy: without this its failure shows in the middle of a step, where ranks cannot agree on what to
-        do. Weights, gradients and random states are left as found, and no gradient is averaged over ranks. Does nothing
-        where nothing is compiled, or all is since the last call.
+        do, and each graph waits for the kernels of the one before. Weights, gradients and random states are left as
+        found, and no gradient is averaged over ranks. Does nothing where nothing is compiled, or all is since the last
+        call.
         """
         last, config = self.probed, self.config
         self.probed = None  # until it has gone well
@@ -302,8 +314,18 @@ class Setup:
             return
         changed = overlays.difference(last, config) if last else COMPILED
         if any(path.startswith(COMPILED) for path in changed):
-            self._probe()
+            self._rehearse()
         self.probed = config
+
+    def _rehearse(self) -> None:
+        """Probe with kernels that are not there yet; or, where that fails, again with all that were made by then."""
+        if self.config.training.use_fsdp2 and self.ranks.world_size > 1:  # each probe gathers, on all ranks
+            return self._probe()
+        try:
+            with kernels.rehearsal():
+                self._probe()
+        except Exception:  # maybe because of numbers without a meaning
+            self._probe()
 
     def _probe(self) -> None:
         device, parameters = self.ranks.device, list(self.model.parameters())

@@ -167,12 +167,9 @@ class Guards:
             self._shrink(error, step)
             return True
         if recovery.is_compile_failure(error) and self.config.training.compile:
-            if guards.compile_failure == "stop" or self.ranks.world_size > 1:
-                raise RunError(
-                    f"compiling failed in step {step + 1}: {recovery.in_one_line(error)} -> set training.compile: "
-                    "false, or guards.compile_failure: off to go on without it"
-                ) from error
-            self._switch_compile_off(recovery.in_one_line(error), step)
+            if self.ranks.world_size > 1:  # they may have gone on
+                raise self._not_compiled(recovery.in_one_line(error), step) from error
+            self._compile_failed(recovery.in_one_line(error), step)
             return True
         return False
 
@@ -189,25 +186,41 @@ class Guards:
         self._act("out_of_memory", "shrink", said, step, changes, size=list(size))
         self.expected, self.last_error = changes, said
 
-    def _switch_compile_off(self, reason: str, step: int) -> None:
+    def _compile_failed(self, reason: str, step: int) -> None:
+        if self.config.guards.compile_failure == "stop":
+            raise self._not_compiled(reason, step)
         changes = off_overlay(BY_NAME["compile"], self.flips.base)
         self._act("compile_failure", "off", reason, step, changes)
         self.expected, self.last_error = changes, reason
 
+    @staticmethod
+    def _not_compiled(reason: str, step: int) -> RunError:
+        remedy = "set training.compile: false, or guards.compile_failure: off to go on without it"
+        return RunError(f"compiling failed in step {step + 1}: {reason} -> {remedy}")
+
     def compile_ahead(self, step: int) -> bool:
-        """Compile before the first step, where ranks can still agree; True where compile is to be switched off."""
-        if not self.config.training.compile or self.config.guards.compile_failure != "off":
+        """Compile before the first step; True where compile is to be switched off.
+
+        On a CPU kernels are compiled side by side then, and with the guard, ranks can still agree.
+
+        Raises:
+            RunError: compiling failed, and the config says to stop.
+        """
+        guarded, on_cpu = self.config.guards.compile_failure == "off", self.ranks.device.type == "cpu"
+        if not self.config.training.compile or not (guarded or on_cpu):
             return False
         problem = ""
         try:
             self.setup.try_compile()
         except Exception as error:
+            if recovery.is_out_of_memory(error) and self.config.guards.out_of_memory:
+                return False  # the step finds out itself, and what to do then
             if not recovery.is_compile_failure(error):
                 raise
             problem = recovery.in_one_line(error)
         failed = self.flips.failures(problem)
         if failed:
-            self._switch_compile_off("; ".join(failed), step)
+            self._compile_failed("; ".join(failed), step)
         return bool(failed)
 
     def confirm(self) -> None:
