@@ -84,6 +84,26 @@ def test_what_no_machine_can_hold_is_refused_on_the_largest(values):
         hardware.check_runnable(overlays.resolve(values), largest)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cpu_that_multiplies_halves_one_by_one_is_named_with_their_kind(dtype):
+    fast = Hardware("cpu", 1, "a laptop", 16.0, 4)
+    has = {"bfloat16": "cpu_has_bf16", "float16": "cpu_has_fp16"}
+    config = overlays.resolve({"device": "cpu", "amp": True, "amp_dtype": dtype})
+    for other, field in has.items():
+        said = hardware.slow_halves(config, dataclasses.replace(fast, **{field: False}))
+        assert (f"a laptop has no instructions for products of {dtype}" in said) == (other == dtype)
+    assert not hardware.slow_halves(
+        overlays.apply(config, {"training.amp": False}), dataclasses.replace(fast, cpu_has_fp16=False)
+    )
+
+
+def test_a_run_in_float16_is_not_refused_where_that_is_slow():
+    slow = Hardware("cpu", 1, "a laptop", 16.0, 4, cpu_has_fp16=False)
+    config = overlays.resolve({"device": "cpu", "amp": True, "amp_dtype": "float16", "on_missing": "skip"})
+    assert hardware.slow_halves(config, slow) and phases.skip_missing(config, slow) == (config, {})
+    assert hardware.problems(config, slow) == []
+
+
 def test_bf16_is_left_out_where_the_cpu_computes_it_slowly_if_that_is_asked_for():
     slow = Hardware("cpu", 1, "a laptop", 16.0, 4, cpu_has_bf16=False)
     asked = {"device": "cpu", "amp": True, "amp_dtype": "bfloat16"}

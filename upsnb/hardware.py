@@ -27,6 +27,7 @@ class Hardware:
     compute_capability: tuple[int, int] | None = None  # of a CUDA device
     unusable: str = ""  # why the GPU that is there cannot be used
     cpu_has_bf16: bool = True  # instructions for products of bfloat16; without them torch computes one by one
+    cpu_has_fp16: bool = True  # and for those of float16
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -39,8 +40,8 @@ def detect() -> Hardware:
         properties = torch.cuda.get_device_properties(0)
         memory, capability = properties.total_memory / 2**30, (properties.major, properties.minor)
         count, name = torch.cuda.device_count(), properties.name
-        return Hardware("cuda", count, name, memory, cores, capability, cpu_has_bf16=cpu_has_bf16())
-    found = _why_no_cuda(), cpu_has_bf16()
+        return Hardware("cuda", count, name, memory, cores, capability, "", cpu_has_bf16(), cpu_has_fp16())
+    found = _why_no_cuda(), cpu_has_bf16(), cpu_has_fp16()
     return Hardware("cpu", 1, _processor_name(), host_memory_gib(), cores, None, *found)
 
 
@@ -50,6 +51,15 @@ def cpu_has_bf16() -> bool:
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a torch without oneDNN
+        return False
+
+
+@functools.cache
+def cpu_has_fp16() -> bool:
+    """Whether it has instructions for those of float16, as few CPUs do."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
         return False
 
 
@@ -117,8 +127,9 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
     if is_old and training.amp and training.amp_dtype == "bfloat16":
         why = f"bfloat16 is computed by tensor cores from 8.0 on, far slower than float32 before, and {old}"
         refuse("training.amp_dtype", why, "set it to float16")
-    if slow_halves(config, hardware) and training.on_missing == "skip":
-        refuse("training.amp", f"{hardware.device_name} {SLOW_HALVES}", "set it to false")
+    # float16 is no phase that could be skipped, and refusing it would end what runs
+    if training.on_missing == "skip" and training.amp_dtype == "bfloat16" and (why := slow_halves(config, hardware)):
+        refuse("training.amp", why, "set it to false")
     if on_cpu and pdet.attention == "flex":
         why = "FlexAttention has no backward pass on the CPU"
         refuse("operator.pdet.attention", why, "set it to sdpa or math")
@@ -135,13 +146,14 @@ def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
     return found + _too_large(config, hardware, device) + _not_yet(config)
 
 
-SLOW_HALVES = "has no instructions for products in half precision, which take ten times as long as in float32"
-
-
-def slow_halves(config: RunConfig, hardware: Hardware) -> bool:
-    """Whether a run computes in half precision on a CPU that is slower that way; it can, so that refuses nothing."""
-    is_half = config.training.amp and config.training.amp_dtype != "float32"
-    return is_half and resolve_device(config, hardware) == "cpu" and not hardware.cpu_has_bf16
+def slow_halves(config: RunConfig, hardware: Hardware) -> str:
+    """Why a run that computes in half precision on a CPU is slower that way, or ""; it can, so that refuses nothing."""
+    dtype = config.training.amp_dtype if config.training.amp else "float32"
+    fast = {"bfloat16": hardware.cpu_has_bf16, "float16": hardware.cpu_has_fp16, "float32": True}
+    if fast[dtype] or resolve_device(config, hardware) != "cpu":
+        return ""
+    why = f"has no instructions for products of {dtype}, which take at least ten times as long as in float32"
+    return f"{hardware.device_name} {why}"
 
 
 BLOCK_BYTES = 32 * 2**10  # of the Python objects that make one block of the operator, on the host; 35 KiB measured

@@ -24,18 +24,8 @@ from upsnb.models.network import Network
 from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
-from upsnb.training import (
-    checkpoint,
-    compiling,
-    gates,
-    kernels,
-    optimizers,
-    packed,
-    parallel,
-    precision,
-    preflight,
-    stages,
-)
+from upsnb.training import checkpoint, compiling, gates, optimizers, packed, parallel, precision, preflight, stages
+from upsnb.training.kernels import rehearsal
 from upsnb.training.losses import ESTABLISHED, Objective, turn
 from upsnb.training.parallel import Ranks
 from upsnb.training.timing import mark
@@ -322,7 +312,7 @@ class Setup:
         if self.config.training.use_fsdp2 and self.ranks.world_size > 1:  # each probe gathers, on all ranks
             return self._probe()
         try:
-            with kernels.rehearsal():
+            with rehearsal():
                 self._probe()
         except Exception:  # maybe because of numbers without a meaning
             self._probe()
@@ -456,8 +446,9 @@ def idle_settings(setup: Setup) -> list[str]:
                 f"{name} has {count} validation samples and a verdict on a stage needs {gates.FEWEST} -> none will be "
                 "measurable and the operator answers; raise data.split.validation_fraction"
             )
-    if hardware.slow_halves(setup.config, machine := hardware.detect()):
-        said.append(f"{machine.device_name} {hardware.SLOW_HALVES} -> set training.amp to false, or on_missing to skip")
+    if why := hardware.slow_halves(setup.config, hardware.detect()):
+        or_skip = ", or on_missing to skip" if training.amp_dtype == "bfloat16" else ""
+        said.append(f"{why} -> set training.amp to false{or_skip}")
     return said
 
 
