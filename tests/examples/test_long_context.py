@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from examples.long_context import data
 from examples.long_context.data import PIECE, TOKENIZERS, Settings, TokenSpec, documents, haystack, packed, prepare
-from examples.long_context.model import IGNORED, next_tokens
+from examples.long_context.model import IGNORED, attend_by_blocks, next_tokens, same_document
 from examples.long_context.workload import by_context
 from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError, DataError
@@ -185,6 +185,20 @@ def test_nothing_of_a_document_reaches_another_one_nor_its_own_past(setup, backe
         before, after = (model(some, owner) for some in (tokens, changed))
     moved = (before != after).any(-1)[0].nonzero().ravel().tolist()
     assert moved == list(range(35, 50))
+
+
+@pytest.mark.parametrize("queries", [16, 25, 300])
+def test_attention_in_blocks_of_queries_is_attention_under_the_whole_mask(monkeypatch, queries):
+    monkeypatch.setattr("examples.long_context.model.QUERIES", queries)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 75, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    _, owner = chunk(20, 30, 25)
+    expected = F.scaled_dot_product_attention(q, k, v, same_document(owner))
+    found = attend_by_blocks(q, k, v, owner)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    for one, other in zip(*(torch.autograd.grad(y, (q, k, v), upstream) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_document_is_read_the_same_wherever_it_lies_in_a_chunk(setup):
