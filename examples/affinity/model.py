@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.affinity.data import NONE
-from examples.common import attend, rotary
 from upsnb.config import RunConfig
 from upsnb.errors import DataError, Problem
 from upsnb.models.network import Network
-from upsnb.models.transformer import Mlp, rotate
+from upsnb.models.transformer import Mlp, attend, rotary_sequence, rotate
 from upsnb.values import PositiveInt, Section
 
 CLS, PAD, EOS, FIRST = 0, 1, 2, 4  # ESM's vocabulary: <cls>, <pad>, <eos>, and the first residue
@@ -89,7 +88,7 @@ class Attention(nn.Module):
             self.add_module(name, nn.Linear(dim, dim))
 
     def forward(self, x_BTD: Tensor, context_BTD: Tensor, keep_BT: Tensor, table: Tensor) -> Tensor:
-        """Args: keep_BT: which tokens of the context are there; table: of `rotary`."""
+        """Args: keep_BT: which tokens of the context are there; table: of `rotary_sequence`."""
 
         def heads(values: Tensor) -> Tensor:
             return values.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -97,7 +96,7 @@ class Attention(nn.Module):
         q, k = (rotate(heads(part), table) for part in (self.q_proj(x_BTD), self.k_proj(context_BTD)))
         v = heads(self.v_proj(context_BTD))
         backend = self.backend if self.training else "sdpa"  # no metric may depend on how a step was made
-        y = attend(q, k, v, keep_BT[:, None, None, :], backend)
+        y = attend(q, k, v, backend, keep_BT[:, None, None, :])
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -129,7 +128,7 @@ class Encoder(nn.Module):
         self.embed_tokens = nn.Embedding(NUM_TOKENS, dim, padding_idx=PAD)
         self.layers = nn.ModuleList(EncoderLayer(dim, num_heads) for _ in range(num_layers))
         self.emb_layer_norm_after = nn.LayerNorm(dim)
-        self.register_buffer("table", rotary(length, dim // num_heads), persistent=False)
+        self.register_buffer("table", rotary_sequence(length, dim // num_heads), persistent=False)
 
     def forward(self, tokens_NT: Tensor, keep_NT: Tensor) -> Tensor:
         x = self.embed_tokens(tokens_NT) * UNMASKED * keep_NT[..., None]
@@ -168,7 +167,7 @@ class AffinityModel(Network):
         self.facing = nn.ModuleList(Facing(head_width, sizes.head_heads) for _ in range(sizes.head_layers))
         self.energy = nn.Sequential(nn.LayerNorm(head_width), Mlp(head_width, head_width, 1))
         self.search = nn.Linear(width, 2 * sizes.search_width)
-        self.register_buffer("table", rotary(length, head_width // sizes.head_heads), persistent=False)
+        self.register_buffer("table", rotary_sequence(length, head_width // sizes.head_heads), persistent=False)
 
     def blocks(self) -> list[nn.Module]:
         return [*([] if self.frozen else self.encoder.layers), *self.facing]

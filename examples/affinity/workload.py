@@ -16,7 +16,6 @@ from torch import Tensor
 from examples.affinity.data import Made, Rule, generate
 from examples.affinity.model import PAD, AffinityModel, Encoder, Sizes, Spec, read_weights, tokens
 from examples.affinity.scores import by_composition, draw, recall, scores
-from examples.common import SPLITS, Example, PlainObjective, Table, shared_out
 from upsnb.config import TrainingConfig
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.data.datasets import Outline
@@ -26,6 +25,7 @@ from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.training import frozen
 from upsnb.training.parallel import Ranks
+from upsnb.training.tables import SPLITS, PlainObjective, Table, TableWorkload, shared_out
 from upsnb.values import NonNegativeFloat
 
 NAME = "binding"  # of the one dataset
@@ -162,7 +162,7 @@ class AffinityObjective(PlainObjective):
         return super().unreached(computed)
 
 
-class Affinity(Example):
+class Affinity(TableWorkload):
     """Proteins that a frozen or trained encoder reads, and a head that tells how well two of them bind."""
 
     unit, metric = "pairs", "1 - Spearman"

@@ -22,10 +22,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from examples.common import SPLITS, Table
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.errors import DataError
 from upsnb.runs.files import replacing, write_json
+from upsnb.training.tables import SPLITS, Table
 from upsnb.values import NonNegativeInt, PositiveInt, Section, Seed
 
 PIECE = re.compile(r" ?\w+|\s|[^\w\s]")  # words with the space before them, signs

@@ -5,20 +5,18 @@ Shape letters as in upsnb: B batch, N tokens, D width, H heads, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from examples.common import attend, rotary
 from upsnb.config import RunConfig
 from upsnb.errors import Problem
 from upsnb.models.network import Network
-from upsnb.models.transformer import rotate
+from upsnb.models.transformer import attend, compiled, rotary_sequence, rotate
 from upsnb.values import PositiveFloat, PositiveInt, Section
 
 SIZES = {  # width, blocks, heads, heads of keys and values
@@ -56,11 +54,6 @@ def attend_by_blocks(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, documents_B
     return torch.cat(parts, dim=2)
 
 
-@functools.cache
-def _compiled(function):
-    return torch.compile(function, dynamic=False)
-
-
 def same_document_blocks(documents_BN: Tensor):
     """The same for FlexAttention (arXiv 2412.05496), which leaves out whole blocks and writes no mask."""
 
@@ -68,7 +61,7 @@ def same_document_blocks(documents_BN: Tensor):
         return (query >= key) & (documents_BN[b, query] == documents_BN[b, key])
 
     batch, count = documents_BN.shape
-    return _compiled(create_block_mask)(allowed, batch, None, count, count, device=documents_BN.device)
+    return compiled(create_block_mask)(allowed, batch, None, count, count, device=documents_BN.device)
 
 
 class Attention(nn.Module):
@@ -105,15 +98,14 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).reshape(batch, count, -1))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-        if mask is not None and not isinstance(mask, Tensor):
-            kernel = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-            return kernel(q, k, v, block_mask=mask, enable_gqa=True)
-        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
+        backend = "sdpa" if mask is None or not self.training else self.backend
+        if backend != "flex":
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        if self.training and self.backend == "math":
+        if backend == "math":
             return attend_by_blocks(q, k, v, mask)
-        return attend(q, k, v, mask, self.backend if self.training else "sdpa")
+        return attend(q, k, v, backend, mask)
 
 
 class SwiGLU(nn.Module):
@@ -192,7 +184,7 @@ class Decoder(Network):
         self.head = Head(dim, vocabulary, sizes.chunk)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.logits.weight, std=0.02)
-        self.register_buffer("table", rotary(longest, dim // heads, sizes.theta), persistent=False)
+        self.register_buffer("table", rotary_sequence(longest, dim // heads, sizes.theta), persistent=False)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)

@@ -11,12 +11,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from examples.common import Example, PlainObjective, shared_out
 from examples.long_context import data
 from examples.long_context.data import Corpus, Settings, TokenBatch, TokenSpec
 from examples.long_context.model import IGNORED, Decoder, Sizes, next_tokens
 from upsnb.data.datasets import Outline
 from upsnb.report import style
+from upsnb.training.tables import PlainObjective, TableWorkload, shared_out
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.95)  # of a needle in its haystack: 0 is the beginning
 CHOICES = 8  # second names to choose from, at most
@@ -37,7 +37,7 @@ class NextToken(PlainObjective):
         return {"cross_entropy": self.model.head(hidden, targets)}
 
 
-class LongContext(Example):
+class LongContext(TableWorkload):
     """Packed documents, next tokens, tokens per second."""
 
     unit, metric = "tokens", "perplexity"

@@ -14,7 +14,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from examples.common import SPLITS, Example, PlainObjective, Table, shared_out
 from examples.mmdit import data, figures, judge
 from examples.mmdit.model import CHANNELS, BucketSpec, MMDiT, Shape, noise, sample, shifted
 from upsnb.config import TrainingConfig
@@ -23,6 +22,7 @@ from upsnb.data.datasets import Outline
 from upsnb.data.source import thinned
 from upsnb.errors import Problem
 from upsnb.report.figures import latest
+from upsnb.training.tables import SPLITS, PlainObjective, Table, TableWorkload, shared_out
 from upsnb.values import DatasetName, NonNegativeFloat, OpenFraction, PositiveInt, Section, Seed
 
 NUM_TIMES = 8  # at which the loss is measured, each for as many of the times that training draws
@@ -113,7 +113,7 @@ def flow_errors(model: MMDiT, name: str, pictures: Tensor, tokens: Tensor, time_
     return (velocity.float() - (drawn - x)).square().mean(dim=(1, 2, 3))
 
 
-class TextToPicture(Example):
+class TextToPicture(TableWorkload):
     """Drawn scenes and their captions, one dataset for each size of picture, judged by what samples show."""
 
     unit, metric = "pictures", "attribute error"

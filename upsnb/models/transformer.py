@@ -6,6 +6,7 @@ S space dimensions, C channels, T frames.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -44,14 +45,20 @@ def rotary_table(positions: Tensor, periodic: tuple[bool, ...], head_dim: int) -
     return angles.cos(), angles.sin()
 
 
-def rotate(x_BHND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def rotary_sequence(length: int, head_dim: int, theta: float = 10_000.0) -> Tensor:
+    """RoFormer's own angles, for places 0, 1, ... of a sequence: (2, N, head_dim / 2), cosines and sines."""
+    angles = torch.arange(length)[:, None] * theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x_BHND: Tensor, table: tuple[Tensor, Tensor] | Tensor) -> Tensor:
     """Rotate the channel pairs (i, i + D/2) of each token by its table row; keeps shape and dtype."""
     cos, sin = (part.to(x_BHND.dtype) for part in table)
     first, second = x_BHND.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-def attend(q_BHND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, backend: str) -> Tensor:
+def attend(q_BHND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, backend: str, mask=None) -> Tensor:
     """softmax(q k / sqrt(D)) v; the backends differ in speed, memory and rounding only.
 
     `sdpa` lets torch choose a kernel, `flash` (arXiv 2205.14135) and `efficient` (arXiv 2112.05682) name one, and fail
@@ -59,24 +66,28 @@ def attend(q_BHND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, backend: str) -> Tens
     compiled block or not. `math` writes the scores out: on a CPU the compiler fuses it into a third of the fused
     kernel's time at 256 tokens in bfloat16 (forward and backward 4.8 against 12.2 ms, 2 cores with avx512_bf16), for
     L^2 memory.
+
+    Args:
+        mask: what attends to what, bool that broadcasts to (B, H, N, L), and for `flex` a BlockMask, with which several
+            heads may share one of keys and values. `flash` takes none.
     """
     if backend == "math":
         scores = (q_BHND * q_BHND.shape[-1] ** -0.5) @ k_BHLD.transpose(-1, -2)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
         # Summed up in float32 and written out in the dtype of the scores: float32 would be twice the bytes.
         return torch.softmax(scores, dim=-1).to(v_BHLD.dtype) @ v_BHLD
     if backend == "flex":
-        kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-        return kernel(q_BHND, k_BHLD, v_BHLD)
-    if backend in KERNELS:
-        with sdpa_kernel(KERNELS[backend]):
-            return F.scaled_dot_product_attention(q_BHND, k_BHLD, v_BHLD)
-    return F.scaled_dot_product_attention(q_BHND, k_BHLD, v_BHLD)
+        kernel = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+        return kernel(q_BHND, k_BHLD, v_BHLD, block_mask=mask, enable_gqa=q_BHND.shape[1] != k_BHLD.shape[1])
+    with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q_BHND, k_BHLD, v_BHLD, mask)
 
 
 @functools.cache
-def _compiled_flex():
-    """FlexAttention as its own kernel; uncompiled it would write the scores out, slower than `math`."""
-    return torch.compile(flex_attention, dynamic=False)
+def compiled(function):
+    """A function as a kernel of its own; FlexAttention, uncompiled, would write the scores out, slower than `math`."""
+    return torch.compile(function, dynamic=False)
 
 
 class Attention(nn.Module):

@@ -1,25 +1,18 @@
-"""What the examples share: how data are read, an evaluation that ranks take part in, attention under a mask.
-
-Shape letters as in upsnb: B batch, N tokens, L tokens of the context, D width, H heads.
-"""
+"""Workloads whose data are tables, a training pair in each row: how they are read, and evaluated by all ranks."""
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 from upsnb.config import RunConfig
 from upsnb.data.batch import Microbatch, TensorBatch
 from upsnb.errors import ConfigError, Problem
 from upsnb.models.network import evaluating
-from upsnb.models.transformer import KERNELS
 from upsnb.runs.files import replacing
 from upsnb.training import parallel
 from upsnb.training.evaluation import spread
@@ -56,7 +49,7 @@ class Table(ABC):
         return self.batch(tables, samples, microbatch)
 
 
-class Example(Workload):
+class TableWorkload(Workload):
     """Reads its settings, and evaluates by what `measure` finds. Subclasses name these classes, and do the rest."""
 
     settings_class: type[Section]  # of data.workload_settings
@@ -117,18 +110,3 @@ class PlainObjective(Objective):
 
     def idle(self, batch) -> Tensor:
         return sum(self.terms(batch, dict.fromkeys(self.TERMS, 1.0)).values())
-
-
-def rotary(length: int, head_dim: int, theta: float = 10_000.0) -> Tensor:
-    """Cosines and sines of RoFormer's angles (arXiv 2104.09864) for places 0, 1, ...: (2, N, head_dim / 2)."""
-    angles = torch.arange(length)[:, None] * theta ** -(torch.arange(0, head_dim, 2) / head_dim)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def attend(q_BHND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor, backend: str) -> Tensor:
-    """upsnb's `attend` for kernels that take a mask, which says what attends to what, (B, 1, N or 1, L) bool."""
-    if backend == "math":
-        scores = (q_BHND * q_BHND.shape[-1] ** -0.5) @ k_BHLD.transpose(-1, -2)
-        return torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).to(v_BHLD.dtype) @ v_BHLD
-    with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
-        return F.scaled_dot_product_attention(q_BHND, k_BHLD, v_BHLD, mask)
