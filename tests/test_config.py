@@ -157,6 +157,8 @@ def test_hinted_number_is_a_number_to_yaml(text):
         validate({"optimizer": {"lr": text}})
     hint = str(caught.value).partition("-> write ")[2].split()[0]
     assert yaml.safe_load(hint) == float(text)
+    with pytest.raises(ConfigError, match=r"got the text .* -> write a whole number with all its digits"):
+        validate({"training": {"batch_size": text}})
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_missing_notebook_is_answered_with_those_there_are(refused, tmp_path, mo
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "notebooks" / "07_here.ipynb").touch()
     monkeypatch.chdir(tmp_path)
-    assert "notebooks/07_here.ipynb" in refused("notebooks/07_her.ipynb")
+    said = refused("notebooks/07_her.ipynb")
+    assert "07_her.ipynb: no such notebook -> there are notebooks/07_here.ipynb" in said
 
 
 def test_every_problem_of_files_and_command_line_is_listed_at_once(refused, tmp_path):
@@ -116,6 +117,8 @@ def test_notebook_that_only_plans_takes_the_config_of_another_machine(tmp_path, 
 
 def test_notebook_without_tag_or_not_a_notebook_is_refused(refused, tmp_path):
     assert "tagged `parameters`" in refused(notebook(tmp_path / "n.ipynb", "1", parameters=None))
+    for source in ("preset = ''\n%env A=1", "preset = '"):
+        assert "is not Python (" in refused(notebook(tmp_path / "n.ipynb", parameters=source))
     (tmp_path / "n.ipynb").write_text("not json")
     assert "is not a notebook" in refused(tmp_path / "n.ipynb")
 
@@ -277,12 +280,6 @@ def test_a_notebook_is_found_by_its_path_and_those_of_the_project_by_their_names
     found = []
     assert command.main(["run", named, "-p", "preset=smoke", "-o", str(tmp_path / "run")]) == command.OK
     assert found == [PROJECT / "notebooks/01_train.ipynb"]
-
-
-def test_a_notebook_that_is_not_there_is_refused_with_those_that_are(capsys):
-    assert command.main(["run", "01_trian"]) == command.REFUSED
-    said = capsys.readouterr().err
-    assert "01_trian: no such notebook -> there are" in said and "notebooks/01_train.ipynb" in said
 
 
 @pytest.mark.slow

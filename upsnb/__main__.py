@@ -387,7 +387,13 @@ def _parameters_cell(notebook: Path) -> str:
     source = next((c["source"] for c in cells if "parameters" in c["metadata"].get("tags", ())), None)
     if source is None:
         raise RunError(f"{notebook}: no cell is tagged `parameters` -> tag the one that defines preset and sections")
-    return "".join(source)
+    source = "".join(source)
+    try:
+        ast.parse(source)
+    except SyntaxError as error:
+        found = f"its cell tagged `parameters` is not Python ({error.msg}, line {error.lineno})"
+        raise RunError(f"{notebook}: {found} -> correct it; magics go into another cell") from None
+    return source
 
 
 def _defaults(notebook: Path) -> dict:
@@ -396,7 +402,7 @@ def _defaults(notebook: Path) -> dict:
     for name, value in overlays.assignments(_parameters_cell(notebook)).items():
         try:
             defaults[name] = ast.literal_eval(value)
-        except ValueError:
+        except (ValueError, TypeError):  # no plain data, or none that could be made
             defaults[name] = {} if name in RunConfig.model_fields else None
     return defaults
 

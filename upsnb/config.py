@@ -425,8 +425,10 @@ def _explain(error: dict) -> Problem:
     if kind == "literal_error":
         return Problem(path, said, f"choose {error['ctx']['expected']}")
     if isinstance(found, str) and kind in ("float_type", "int_type", "float_parsing", "int_parsing"):
-        if parts := re.fullmatch(r"([+-]?\d*\.?\d*)[eE]([+-]?)(\d+)", found):
+        if parts := re.fullmatch(r"([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?)(\d+)", found):
             mantissa, sign, exponent = parts.groups()
+            if kind.startswith("int"):
+                return Problem(path, said, "write a whole number with all its digits")
             written = f"{mantissa}{'' if '.' in mantissa else '.0'}e{sign or '+'}{exponent}"
             return Problem(path, said, f"write {written} (YAML wants the dot and the sign)")
         return Problem(path, said, "write a number without quotes")
