@@ -13,10 +13,11 @@ AT_ONCE = 16_384  # pairs whose 441 products are in memory together
 
 
 def scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, float]:
-    """Spearman's and Pearson's correlation, and the root mean squared error [pKd]."""
+    """Spearman's and Pearson's correlation, NaN of a single pair, and the root mean squared error [pKd]."""
+    several = len(measured) > 1
     return {
-        "spearman": float(stats.spearmanr(predicted, measured).statistic),
-        "pearson": float(stats.pearsonr(predicted, measured).statistic),
+        "spearman": float(stats.spearmanr(predicted, measured).statistic) if several else float("nan"),
+        "pearson": float(stats.pearsonr(predicted, measured).statistic) if several else float("nan"),
         "rmse": float(np.sqrt(np.mean((predicted - measured) ** 2))),
     }
 

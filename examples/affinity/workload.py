@@ -315,7 +315,7 @@ def predict(model, dataset: Proteins, numbers: np.ndarray, ranks=ALONE, alive=la
 
 
 def ensemble(folders: Iterable[Path | str], split: str = "test") -> dict[str, dict[str, float]]:
-    """Scores on a split of each run, and of the mean of what they predict.
+    """Scores on a split of each run, by its name or, where another one has it, its folder; and of the mean prediction.
 
     Raises:
         DataError: the runs were not made for one data set.
@@ -324,7 +324,8 @@ def ensemble(folders: Iterable[Path | str], split: str = "test") -> dict[str, di
     for run in map(Run, map(Path, folders)):
         (dataset,) = Affinity(run.config).open(project_root(), print).values()
         made.add(dataset.file_name)
-        found[run.folder.name] = predict(run.load_model(), dataset, dataset.splits[split])
+        name = str(run.folder) if run.folder.name in found else run.folder.name
+        found[name] = predict(run.load_model(), dataset, dataset.splits[split])
     if len(made) != 1:
         raise DataError(f"{', '.join(found)}: made for {len(made)} data sets -> choose runs of one")
     found["mean"] = np.mean(list(found.values()), axis=0)

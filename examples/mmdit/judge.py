@@ -12,6 +12,7 @@ import numpy as np
 from scipy import ndimage
 
 from examples.mmdit.data import COLOURS, NUMBERS, SHAPES, Thing, coverage, relation
+from upsnb.errors import DataError
 
 COLOURED = 0.3  # highest minus lowest channel of a pixel that belongs to a thing
 SMALLEST = 10  # pixels of a part that is no speck
@@ -57,10 +58,16 @@ def verdict(caption: str, picture: np.ndarray) -> dict[str, bool]:
     """Which attributes of a caption its picture has: those of ATTRIBUTES that the caption speaks of.
 
     Colours and shapes are right where the picture shows them all and no other; of two colours each has its own shape.
+
+    Raises:
+        DataError: the caption is of neither kind that pictures are told in.
     """
     words, things = caption.split(), read(picture)
     colours = [word for word in words if word in COLOURS]
     shapes = [word.removesuffix("s") for word in words if word.removesuffix("s") in SHAPES]
+    if len(colours) not in (1, 2) or words[0] not in NUMBERS:
+        remedy = "say it like `two red circles` or `a red circle left of a blue square`"
+        raise DataError(f"{caption!r} cannot be judged -> {remedy}")
     if len(colours) == 1:
         return {
             "colour": {thing.colour for thing in things} == set(colours),

@@ -133,7 +133,7 @@ class TextToPicture(TableWorkload):
 
     def open(self, root: Path, log: Callable[[str], None]) -> dict[str, Bucket]:
         found, count = {}, self.settings.pictures
-        validation, test = (max(1, round(count * share)) for share in self.held_out)
+        validation, test = (max(1, round(count * share)) if share else 0 for share in self.held_out)
         splits = dict(zip(SPLITS, np.split(np.arange(count), [count - validation - test, count - test])))
         for name, size in self.settings.buckets.items():
             pictures, tokens = data.generate(self.settings.pictures, size, self.settings.seed)
