@@ -1,7 +1,6 @@
 """A language model of long documents: what attends to what, losses in pieces, and all that a run of fields has."""
 
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,41 +11,15 @@ from examples.long_context import data
 from examples.long_context.data import PIECE, TOKENIZERS, Settings, TokenSpec, documents, haystack, packed, prepare
 from examples.long_context.model import IGNORED, attend_by_blocks, next_tokens, same_document
 from examples.long_context.workload import by_context
-from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError, DataError
-from upsnb.memory import measure
 from upsnb.memory.predict import predict
-from upsnb.report import figures, results
+from upsnb.report import figures
 from upsnb.runs import handle
 from upsnb.training import compiling
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, load_model
-from upsnb.widgets.progress import Progress
+from upsnb.training.setup import Setup
 
-ROOT = Path(__file__).resolve().parents[2]
-PARAMS = sorted((ROOT / "examples/long_context/params").glob("*.yaml"))
-BASE = {
-    "workload": "examples/long_context/workload.py:LongContext",
-    "workload_settings": {"context": 96, "vocabulary": 400, "chunks": 40, "needles": 1},
-    "data.datasets": {},
-    "training": {"device": "cpu", "threads_per_rank": 1, "batch_size": 4},
-    "optimizer": {"lr": 3e-3, "muon_lr": 1e-2},
-    "stages.operator.epochs": 1,
-    "checkpoint.interval": 100000,
-}
-
-
-@pytest.fixture
-def config(tmp_path):
-    """`config(**overlay)`: a tiny run of this workload."""
-    base = overlays.flatten(BASE) | {"data.root": str(tmp_path / "data"), "logging.root": str(tmp_path / "outputs")}
-    return lambda **overlay: overlays.resolve({**base, **overlays.flatten(overlay)})
-
-
-@pytest.fixture
-def setup(config):
-    """`setup(**overlay)`: everything a step of it needs."""
-    return lambda **overlay: Setup.build(config(**overlay), Path(), Ranks(), lambda message: None)
+EXAMPLE = "long_context"
 
 
 def chunk(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,11 +126,6 @@ def test_a_run_on_own_text_is_evaluated_whatever_its_words_are(config, train_her
     assert found["error"] > 1 and "needles_right" not in found
     drawn = figures.RunFigures.of(handle.Run.attach(folder)).all()
     assert "perplexity_text" in drawn and drawn["perplexity_text"]()
-
-
-def test_a_share_of_nothing_is_evaluated_as_nothing(config, train_here, tmp_path):
-    events = train_here(config(**{"data.split.validation_fraction": 0.0}), tmp_path / "run")
-    assert events[-1]["kind"] == "end" and events[-1]["reason"] == "epochs"
 
 
 def test_a_question_has_one_answer_in_its_haystack():
@@ -280,80 +248,6 @@ def test_a_loss_at_some_positions_is_on_average_that_of_all(setup):
     assert error > 0 and abs(np.mean(values) - whole) < 4 * error
 
 
-HOT = [phase for phase in phases.BY_NAME.values() if phase.hot]
-
-
-@pytest.mark.parametrize("phase", HOT, ids=lambda phase: phase.name)
-def test_phases_flip_live_and_back(setup, phase):
-    """Compiled code is another test's."""
-    live = setup(**{"training.accum_steps": 2})
-    if phases.unmet(phase, live.config, hardware.detect()) or "training.compile" in phase.on:
-        pytest.skip("not here")
-    before, weights = live.config, {name: value.clone() for name, value in live.model.state_dict().items()}
-    batches = live.loader.peek() * 2
-    plain, _, norm = live.step(batches, 0)
-    live.model.load_state_dict(weights)
-    live.update(overlays.apply(before, phase.on))
-    flipped, _, other = live.step(batches, 0)
-    tolerance = {"identical": 1e-6, "rounding": 0.02, "different": 0.2}[phase.numerics]
-    assert float(flipped) == pytest.approx(float(plain), rel=tolerance)
-    assert float(other) == pytest.approx(float(norm), rel=20 * tolerance)
-    live.update(before)
-    live.model.load_state_dict(weights)
-    assert torch.equal(live.step(batches, 0)[0], plain)
-
-
-@pytest.mark.parametrize(
-    "overlay", [{}, {"operator.pdet.use_activation_checkpoint": True}, {"training.accum_steps": 3}]
-)
-def test_memory_of_a_step_is_predicted(config, overlay):
-    chosen = config(**overlay, **{"data.workload_settings.context": 256})
-    predicted, measured = predict(chosen), measure.measure(chosen)
-    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.05)
-    assert predicted.account.by_kind()["parameters"] == measured.account.by_kind()["parameters"]
-
-
-class Interrupted(Exception):
-    pass
-
-
-def test_a_run_that_was_interrupted_goes_on_bit_for_bit(config, train_here, tmp_path):
-    chosen = config(**{"checkpoint.interval": 3, "checkpoint.resume": True, "evaluation.every_epochs": 100})
-    whole = train_here(chosen, tmp_path / "whole")
-
-    def interrupt(step):
-        if step == 5:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        train_here(chosen, tmp_path / "again", interrupt)
-    again = train_here(chosen, tmp_path / "again")
-    curves = [{e["step"]: e["loss"] for e in events if e["kind"] == "step"} for events in (whole, again)]
-    assert curves[0] == curves[1] and len(curves[0]) == 8
-    ours, theirs = (load_model(tmp_path / name).state_dict() for name in ("whole", "again"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_a_run_says_tokens_and_perplexity_and_leaves_its_figures(config, train_here, tmp_path):
-    folder, lines = tmp_path / "run", []
-    events = train_here(config(), folder)
-    progress = Progress(lines.append)
-    for event in events:
-        progress(event)
-    run = handle.Run.attach(folder)
-    report = results.train_report(run)
-    said = "\n".join([*lines, results.costs(report), *results.table(report).columns, *results.unmet(report)])
-    assert "tokens/s" in said and "validation perplexity" in said and "384 tokens a step" in said
-    assert "samples/s" not in said and "nRMSE" not in said
-    (row,) = results.table(report).to_dict("records")
-    assert float(row["perplexity"]) > 1 and float(row["baseline_error"]) > 1
-    drawn = figures.RunFigures.of(run).all()
-    assert set(drawn) == {"loss", "throughput", "perplexity_text"}
-    for draw in drawn.values():
-        text = " ".join(label.get_text() for label in draw().findobj(lambda artist: hasattr(artist, "get_text")))
-        assert "samples" not in text and "nRMSE" not in text
-
-
 @pytest.mark.slow
 def test_blocks_are_one_graph_and_compiling_changes_no_loss(setup, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")  # all of the compiler but its code generation
@@ -366,28 +260,3 @@ def test_blocks_are_one_graph_and_compiling_changes_no_loss(setup, monkeypatch):
     assert torch.allclose(*losses, rtol=1e-5)
     assert (found.graphs, found.graph_breaks, found.recompiles) == (1, 0, 0), found
     torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ddp", "fsdp2"])
-def test_two_ranks_train_one_model_and_share_the_evaluation(config, tmp_path, sharded):
-    several = {"training.num_gpus": 2, "training.batch_size": 4, "training.use_fsdp2": sharded}
-    one, two = (
-        handle.start(config(**overlay), tmp_path / str(number))
-        for number, overlay in enumerate(({"training.batch_size": 8}, several))
-    )
-    curves, found = [], []
-    for run in (one, two):
-        assert run.wait() == "finished", run.cause()
-        curves.append([event["loss"] for event in run.events(("step",))])
-        found.append(figures.read_evaluation(run.folder, run.events())["datasets"]["text"]["test"])
-    assert curves[0] == pytest.approx(curves[1], rel=0.02)  # each rank's mean is over its own tokens
-    assert found[0]["per_sample"]["samples"] == found[1]["per_sample"]["samples"]
-    assert found[0]["error"] == pytest.approx(found[1]["error"], rel=0.1)
-
-
-@pytest.mark.parametrize("path", PARAMS, ids=lambda path: path.stem)
-def test_params_file_is_of_this_workload_and_says_so_where_it_cannot_run(path):
-    chosen = overlays.load(path)
-    assert chosen.data.workload == BASE["workload"]
-    assert all(problem.remedy for problem in hardware.problems(chosen, hardware.detect()))
