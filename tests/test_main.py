@@ -332,37 +332,38 @@ def test_dead_kernel_fails(tmp_path):
     assert (tmp_path / "run" / "notebook.ipynb").exists()
 
 
-@pytest.mark.slow
-def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path):
-    work = (
-        "from upsnb.runs import runfolder\n"
-        "runfolder.create(config, run_folder)\n"
-        "_ = runfolder.update_manifest(run_folder, status='failed', cause='rank 1 ran out of memory')"
+def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path, monkeypatch, capsys):
+    def execute(notebook, executed, parameters):
+        runfolder.create(RunConfig(), parameters["run_folder"])
+        runfolder.update_manifest(parameters["run_folder"], status="failed", cause="rank 1 ran out of memory")
+
+    monkeypatch.setattr(command, "_execute", execute)
+    assert command.main(["run", str(notebook(tmp_path / "n.ipynb")), "-o", str(tmp_path / "run")]) == command.FAILED
+    assert "FAILED: the run failed: rank 1 ran out of memory" in capsys.readouterr().err
+
+
+def test_old_report_is_not_shown_for_a_new_failure(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run/figures").mkdir(parents=True)
+    (tmp_path / "run/report.json").write_text(json.dumps(REPORT))
+    (tmp_path / "run/figures/loss.png").touch()
+    assert "321" in summary(tmp_path / "run")
+    monkeypatch.setattr(command, "_execute", lambda *arguments: "cell [2] raised ZeroDivisionError")
+    assert command.main(["run", str(notebook(tmp_path / "n.ipynb")), "-o", str(tmp_path / "run")]) == command.FAILED
+    said = capsys.readouterr().out
+    assert "321" not in said and "loss.png" not in said
+
+
+def test_run_folder_is_made_under_outputs(tmp_path, monkeypatch):
+    for name in ("params", "notebooks"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = []
+    monkeypatch.setattr(
+        command, "_execute", lambda notebook, executed, parameters: made.append(parameters["run_folder"])
     )
-    done = execute(notebook(tmp_path / "n.ipynb", CHECK, work), "-o", tmp_path / "run", cwd=tmp_path)
-    assert done.returncode == command.FAILED
-    assert "FAILED: the run failed: rank 1 ran out of memory" in done.stderr
-
-
-@pytest.mark.long
-def test_old_report_is_not_shown_for_a_new_failure(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "report.json").write_text(json.dumps(REPORT))
-    (tmp_path / "run" / "figures").mkdir()
-    (tmp_path / "run" / "figures" / "loss.png").touch()
-    done = execute(notebook(tmp_path / "n.ipynb", "1 / 0"), "-o", tmp_path / "run", cwd=tmp_path)
-    assert done.returncode == command.FAILED and "321" not in done.stdout and "loss.png" not in done.stdout
-
-
-@pytest.mark.long
-def test_run_folder_is_made_under_outputs(tmp_path):
-    (tmp_path / "params").mkdir()
-    (tmp_path / "notebooks").mkdir()
-    path = notebook(tmp_path / "notebooks" / "n.ipynb", "print('in', run_folder)")
-    done = execute(path, "-p", "logging.name=trial", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert command.main(["run", str(notebook(tmp_path / "n.ipynb")), "-p", "logging.name=trial"]) == command.OK
     (folder,) = (tmp_path / "outputs").iterdir()
-    assert folder.name.startswith("trial-") and f"in {folder}" in done.stdout
+    assert folder.name.startswith("trial-") and made == [str(folder)]
 
 
 @pytest.mark.parametrize("report", [{}, {"datasets": {"d": {"test": {}}}, "samples_per_s": None}])

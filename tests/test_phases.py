@@ -59,12 +59,13 @@ def test_a_params_file_switches_on_what_the_table_says(path):
     assert (config.guards.nonfinite, config.guards.out_of_memory) == (("bfloat16", True) if guarded else ("off", False))
 
 
-@pytest.mark.parametrize("path", sorted(PARAMS.glob("rollback/*.yaml")), ids=lambda path: path.stem)
-def test_a_rollback_takes_its_phase_alone(path):
-    number, _, name = path.stem.partition("_")
-    assert BY_NAME[name].number == int(number)
-    without = overlays.load(PARAMS / "4gpu_optimized.yaml", path)
-    assert phases_on(without) == ON["4gpu_optimized"] - {int(number)}
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+@pytest.mark.parametrize("preset", ["4gpu_optimized", "aggressive"])
+def test_every_phase_has_a_rollback_that_takes_it_alone(preset, phase):
+    path = PARAMS / f"rollback/{phase.number}_{phase.name}.yaml"
+    without = overlays.load(PARAMS / f"{preset}.yaml", path)
+    assert phases_on(without) == ON[preset] - {phase.number}
+    assert len([*path.parent.iterdir()]) == len(PHASES)
 
 
 def test_a_rehearsal_keeps_all_phases():

@@ -19,7 +19,7 @@ from upsnb.runs import handle
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "01_train.ipynb"
-PRESET = ROOT / "params" / "smoke.yaml"
+MADE = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
 pytestmark = pytest.mark.slow
 
 
@@ -54,8 +54,7 @@ def truncated(path: Path) -> Path:
 
 def test_run_command_leaves_report_figures_and_notebook_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "known-to-the-environment-alone")
-    made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
-    done = execute("upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=made), "-o", tmp_path / "run")
+    done = execute("upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=MADE), "-o", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout and "persistence" in done.stdout
     written = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -71,8 +70,7 @@ def test_run_command_leaves_report_figures_and_notebook_and_no_secret(tmp_path, 
 @pytest.mark.long
 @pytest.mark.parametrize("limit_s", [0.001, 1.0])
 def test_a_run_that_was_too_short_is_warned_of_and_drawn(tmp_path, limit_s):
-    made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
-    file, short = parameters(tmp_path, generate=made), f"time_limit_s={limit_s}"
+    file, short = parameters(tmp_path, generate=MADE), f"time_limit_s={limit_s}"
     done = execute("upsnb", "run", NOTEBOOK, "-f", file, "-p", short, "-o", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "too few to judge it by" in done.stdout
@@ -81,8 +79,7 @@ def test_a_run_that_was_too_short_is_warned_of_and_drawn(tmp_path, limit_s):
 
 @pytest.mark.parametrize("at", ["command", pytest.param("kernel", marks=pytest.mark.long)])
 def test_ctrl_c_stops_the_run_and_tells_of_it(tmp_path, at):
-    made = {"num_samples": 20, "resolution": 32, "num_times": 41, "parameter": 0.4}
-    call = ["upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=made), "-p", "stages.operator.epochs=100000"]
+    call = ["upsnb", "run", NOTEBOOK, "-f", parameters(tmp_path, generate=MADE), "-p", "stages.operator.epochs=100000"]
     folder = tmp_path / "run"
     command = subprocess.Popen(
         [sys.executable, "-m", *map(str, call), "-o", folder], cwd=ROOT, stderr=subprocess.PIPE, text=True
