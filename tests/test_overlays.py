@@ -179,6 +179,7 @@ def test_null_resets_or_empties():
     assert reset.training.query_sampling.num_queries is None
     assert reset.training.grad_clip is None  # its default clips; there is no other way to say "do not"
     assert reset.stages.operator.optimizer is None
+    assert overlays.resolve({"stages.operator.optimizer.lr": None}) == RunConfig(), "it takes the top-level one still"
 
 
 def test_empty_section_is_refused():

@@ -149,9 +149,11 @@ def apply(base: RunConfig, flat: dict, where: str = "the overlay") -> RunConfig:
         *parents, leaf = path.split(".")
         node, default = values, defaults
         for key in parents:
-            if isinstance(node, dict) and node.get(key) is None:  # `stages.operator.optimizer.lr`: it had none so far
-                node[key] = {}
+            if isinstance(node, dict) and node.get(key) is None and (flat[path] is not None or _inside_named(path)):
+                node[key] = {}  # `stages.operator.optimizer.lr`: it had none so far
             node, default = (part.get(key) if isinstance(part, dict) else None for part in (node, default))
+        if node is None and flat[path] is None:
+            continue  # nor has it one now, which would stand in place of the top-level one
         if not isinstance(node, dict):
             found = f"{'.'.join(parents)} holds a single value"
             raise ConfigError([Problem(path, found, "nothing can be below it")], where)
