@@ -175,6 +175,11 @@ class Affinity(TableWorkload):
         if not least <= made.shortest <= made.longest:
             why = f"is {made.shortest}, and chains have {least} (sites x width) to {made.longest} residues"
             yield Problem("data.workload_settings.shortest", why, "set it in between")
+        for name, width in (("num_heads", self.sizes.width), ("head_heads", self.sizes.head_width)):
+            if width % (2 * (heads := getattr(self.sizes, name))):
+                yield Problem(
+                    f"model.settings.{name}", f"{width} over {heads} heads", "make the width an even multiple"
+                )
         for name, share, count in zip(SPLITS, (1.0, *self.held_out), made.clusters(self.held_out)):
             if share and not count:
                 why = f"{made.num_clusters} clusters leave none for {name}"

@@ -490,6 +490,8 @@ def test_freezing_random_weights_or_naming_none_that_are_there_is_refused(setup,
         setup(**{"data.workload_settings.noise": -0.1})
     with pytest.raises(ConfigError, match="num_clusters: 2 clusters leave none for validation"):
         setup(**{"data.workload_settings.num_clusters": 2})
+    with pytest.raises(ConfigError, match="num_heads: 16 over 3 heads .*\n.*head_heads: 16 over 16 heads"):
+        setup(**{"model.settings.num_heads": 3, "model.settings.head_heads": 16})
     with pytest.raises(ConfigError, match="model.settings.depth: Extra inputs .* the settings are width, num_layers"):
         setup(**{"model.settings.depth": 3})
 
