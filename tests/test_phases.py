@@ -9,7 +9,19 @@ from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
-from upsnb.phases import BY_NAME, HOT, PHASES, baseline_overlay, is_on, off_overlay, skip_missing, switchable, unmet
+from upsnb.phases import (
+    BY_NAME,
+    COLD,
+    COMPANIONS,
+    HOT,
+    PHASES,
+    baseline_overlay,
+    is_on,
+    off_overlay,
+    skip_missing,
+    switchable,
+    unmet,
+)
 from upsnb.runs import handle, ranks, runfolder, supervisor
 from upsnb.training.setup import cold_changes
 
@@ -184,6 +196,7 @@ def test_every_phase_can_be_asked_of_a_live_run():
         for overlay in (phase.on, phase.off, phase.ladder):
             assert switchable(overlay) == overlay
         assert phase.on.keys() == phase.off.keys()
+    assert all(path.startswith((*HOT, *COLD)) for path in COMPANIONS)
     with pytest.raises(ConfigError, match="did you mean"):
         switchable({"training.complie": True})
 
@@ -205,13 +218,6 @@ def test_what_no_phase_is_behind_stays_a_problem():
         hardware.check_runnable(left, GPUS)
 
 
-@pytest.mark.parametrize(("machine", "num_gpus", "reason"), [(CPU, 2, "on the CPU"), (GPU, 1, "a single device")])
-def test_nccl_is_refused_where_it_acts_on_nothing(machine, num_gpus, reason):
-    config = overlays.resolve({"num_gpus": num_gpus, "device": "cpu" if machine is CPU else "auto"})
-    assert [reason in problem.found for problem in unmet(BY_NAME["nccl"], config, machine)] == [True]
-    assert not unmet(BY_NAME["nccl"], overlays.resolve({"num_gpus": 4}), GPUS)
-
-
 def test_nccl_variables_are_set_for_the_workers_and_the_users_own_win(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -231,6 +237,8 @@ def test_nccl_variables_are_set_for_the_workers_and_the_users_own_win(tmp_path, 
 @pytest.mark.parametrize(
     ("name", "machine", "settings", "reason"),
     [
+        ("nccl", CPU, {"num_gpus": 2, "device": "cpu"}, "on the CPU"),
+        ("nccl", GPU, {}, "a single device"),
         ("bf16_gradients", GPU, {}, "a single rank"),
         ("bf16_gradients", GPUS, {"num_gpus": 2, "use_fsdp2": True}, "is DDP's"),
         ("expandable_segments", CPU, {}, "on the CPU"),

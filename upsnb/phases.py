@@ -351,11 +351,7 @@ def switchable(overlay: dict) -> dict[str, object]:
     A params file holds more: its model, data and stages belong to the start of a run, its number of ranks to a machine.
     """
     settings = {path for phase in BY_NAME.values() for path in (*phase.on, *phase.ladder)} | {*COMPANIONS}
-    return {
-        path: value
-        for path, value in overlays.flatten(overlay).items()
-        if path in settings and path.startswith((*HOT, *COLD))
-    }
+    return {path: value for path, value in overlays.flatten(overlay).items() if path in settings}
 
 
 def is_cold(path: str) -> bool:
