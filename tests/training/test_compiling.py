@@ -305,6 +305,7 @@ def test_a_step_leaves_the_compiler_s_settings_as_it_found_them(setup):
 
 
 def test_compilations_of_a_run_are_events(tiny_config, train_here, tmp_path):
+    torch.compiler.reset()  # graphs of other tests' models, of which it would be one more
     config = tiny_config(**{"training.compile": True, "evaluation.rollout": False})
     events = train_here(config, tmp_path / "run")
     compiled = [event for event in events if event["kind"] == "compile"]

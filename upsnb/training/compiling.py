@@ -145,7 +145,7 @@ class CompileCounter:
 
     def __init__(self):
         self.before, self.frames = self._totals(), set()
-        self.read()
+        self._recompiles()  # before this
 
     def read(self) -> Compilation:
         totals = self._totals()
@@ -172,9 +172,10 @@ class CompileCounter:
 
     def _recompiles(self) -> int:
         """Frames compiled since last time that had been compiled before: ids read frame/number, from 0 up."""
-        found = {str(metrics.compile_id) for metrics in torch._dynamo.utils.get_compilation_metrics()}
+        compiled = torch._dynamo.utils.get_compilation_metrics()
+        found = {(str(one.compile_id), one.start_time_us) for one in compiled}  # ids begin again when torch is reset
         new, self.frames = found - self.frames, found
-        return sum(not compile_id.endswith("/0") for compile_id in new if "/" in compile_id)
+        return sum(not compile_id.endswith("/0") for compile_id, _ in new if "/" in compile_id)
 
 
 def _recorded_again() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import platform
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Thread
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -49,7 +51,12 @@ def know_vector_units() -> None:
         subprocess.run(command, capture_output=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return  # torch will find out, and say what is wrong
-    with units.config.patch({"cpp.vec_isa_ok": True}):
+
+    def compiles(unit, code: str) -> bool:
+        command = [compiler, *unit.build_arch_flags().split(), "-c", "-x", "c++", "-o", os.devnull, "-"]
+        return subprocess.run(command, input=code, text=True, capture_output=True).returncode == 0
+
+    with units.config.patch({"cpp.vec_isa_ok": True}), patch.object(units.VecISA, "check_build", compiles):
         units.valid_vec_isa_list()  # which torch keeps
 
 
@@ -131,10 +138,11 @@ def rehearsal() -> Iterator[None]:
 
     Until then these do nothing, so what is computed in here has shapes and no meaning: throw it away, and random states
     and buffers with it. All are there when it ends; where one is not, nothing stays compiled. params/cpu_optimized.yaml
-    reaches its first step in 27 s instead of 37 on two cores (docs/LOG.md).
+    reaches its first step in 24 s instead of 37 on two cores, 3 of them because no garbage is collected (docs/LOG.md).
     """
     global _unfinished, waited_s
-    _unfinished = []
+    _unfinished, collects = [], gc.isenabled()
+    gc.disable()  # tracing makes objects by the million, and each collection walks all that torch has imported
     try:
         yield
     finally:
@@ -148,6 +156,8 @@ def rehearsal() -> Iterator[None]:
             raise
         finally:
             waited_s += time.perf_counter() - begun
+            if collects:
+                gc.enable()
 
 
 def fits(source: str) -> bool:
