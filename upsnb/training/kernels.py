@@ -44,19 +44,19 @@ def know_vector_units() -> None:
         return
     units = importlib.import_module("torch._inductor.cpu_vec_isa")
     present = units.x86_isa_checker()
-    flags = [isa.build_arch_flags() for isa in units.supported_vec_isa_list if set(str(isa).split()) <= set(present)]
-    compiler = units.config.cpp.cxx[-1]
+    kinds = [kind for kind in units.supported_vec_isa_list if set(str(kind).split()) <= set(present)]
+    flags = {"-mavx512bf16", *" ".join(kind.build_arch_flags() for kind in kinds).split()}
     try:
-        command = [compiler, *" ".join(flags).split(), "-fsyntax-only", "-x", "c++", os.devnull]
+        command = [units.config.cpp.cxx[-1], *flags, "-fsyntax-only", "-x", "c++", os.devnull]
         subprocess.run(command, capture_output=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return  # torch will find out, and say what is wrong
+    build = units.VecISA.check_build
 
-    def compiles(unit, code: str) -> bool:
-        command = [compiler, *unit.build_arch_flags().split(), "-c", "-x", "c++", "-o", os.devnull, "-"]
-        return subprocess.run(command, input=code, text=True, capture_output=True).returncode == 0
+    def takes(kind, code: str) -> bool:
+        return set(kind.build_arch_flags().split()) <= flags or build(kind, code)
 
-    with units.config.patch({"cpp.vec_isa_ok": True}), patch.object(units.VecISA, "check_build", compiles):
+    with units.config.patch({"cpp.vec_isa_ok": True}), patch.object(units.VecISA, "check_build", takes):
         units.valid_vec_isa_list()  # which torch keeps
 
 
