@@ -1,8 +1,10 @@
 """Kernels of a CPU: compiled a file for each graph, with the same results, and alone where that does not go."""
 
 import importlib
+import inspect
 
 import pytest
+import sympy
 import torch
 
 from upsnb.training import kernels
@@ -18,6 +20,20 @@ def test_torch_is_told_of_vector_units_that_the_compiler_takes_and_of_no_others(
         with units.config.patch({"cpp.cxx": (None, command)}):
             kernels.know_vector_units()
     assert told == [True] and units.config.cpp.vec_isa_ok is None
+
+
+@pytest.mark.parametrize("index", ["x", "y", "7", "0", "64*x + 3*y + 5", "-x", "2*x*y + 1", "x**2", "4*x + 32*(y + 1)"])
+def test_strides_read_off_an_index_are_those_that_torch_computes(monkeypatch, index):
+    sizes = importlib.import_module("torch._inductor.sizevars")
+    for name in ("simplify_index_in_vec_range", "stride_at"):  # as torch has them, and put back
+        monkeypatch.setattr(sizes, name, inspect.unwrap(getattr(sizes, name), stop=lambda f: hasattr(f, "cache_info")))
+    x, y = sympy.symbols("x y", integer=True)
+    index = sympy.sympify(index, {"x": x, "y": y})
+    expected = [sizes.stride_at(sizes.simplify_index_in_vec_range(index, var, 16), var) for var in (x, y)]
+    kernels.read_strides_off()
+    found = [sizes.stride_at(sizes.simplify_index_in_vec_range(index, var, 16), var) for var in (x, y)]
+    assert found == expected and all(isinstance(one, sympy.Expr) for one in found)
+    assert kernels.is_sum_of_multiples(index) == (sympy.Poly(index, x, y).total_degree() <= 1 and "(" not in str(index))
 
 
 @pytest.mark.parametrize(

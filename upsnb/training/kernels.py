@@ -30,6 +30,7 @@ waited_s = 0.0  # at the ends of rehearsals
 def prepare() -> None:
     """Make torch compile the kernels of this process fast, from now on."""
     know_vector_units()
+    read_strides_off()
     compile_together()
     Thread(target=precompile_header, daemon=True).start()
 
@@ -58,6 +59,30 @@ def know_vector_units() -> None:
 
     with units.config.patch({"cpp.vec_isa_ok": True}), patch.object(units.VecISA, "check_build", takes):
         units.valid_vec_isa_list()  # which torch keeps
+
+
+def read_strides_off() -> None:
+    """Let torch read a stride off its index, where that is a sum of multiples: sympy's `simplify` takes 4 of 20 s."""
+    sizes = importlib.import_module("torch._inductor.sizevars")
+    if not (hasattr(sizes, "simplify_index_in_vec_range") and hasattr(sizes, "stride_at")):
+        return
+    simplified, stride = sizes.simplify_index_in_vec_range, sizes.stride_at
+
+    @functools.wraps(simplified)
+    def simplify_index_in_vec_range(index, var, vec_length: int):
+        return index if is_sum_of_multiples(index) else simplified(index, var, vec_length)
+
+    @functools.wraps(stride)
+    def stride_at(index, var):
+        return index.coeff(var) if is_sum_of_multiples(index) else stride(index, var)
+
+    sizes.simplify_index_in_vec_range, sizes.stride_at = simplify_index_in_vec_range, stride_at
+
+
+def is_sum_of_multiples(index) -> bool:
+    """Whether a sympy expression is like 64*x0 + x1 + 3."""
+    factors = (term.as_coeff_Mul()[1] for term in (index.args if index.is_Add else (index,)))
+    return all(factor.is_Symbol or factor == 1 for factor in factors)
 
 
 def precompile_header() -> None:
