@@ -12,12 +12,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of containers set it, and every process would compile its thousands of modules anew: ten seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test abuse lab check clean help
+.PHONY: demo test slow abuse lab check clean help
 help:
 	@echo "make demo    train a small operator on this machine and print what it reached (about 5 minutes)"
 	@echo "make lab     open the notebooks in JupyterLab"
 	@echo "make check   ruff and the repository's own rules (seconds)"
-	@echo "make test    check, then the tests and all notebooks"
+	@echo "make test    check, then the tests and all notebooks (about 15 minutes)"
+	@echo "make slow    tests of several ranks and machines, in a browser, of whole searches (8 minutes more)"
 	@echo "make abuse   tests of minutes, and every damaged file and killed run, of which make test takes a tenth"
 	@echo "make clean   remove .venv and caches; data and outputs stay"
 
@@ -41,14 +42,16 @@ check: $(STAMP)
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((cores > 3 ? cores : 3)))
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
-test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
+test slow: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
 test: compiler $(HOSTED) $(EXTRAS) $(VASTAI)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow and not long" -n $(WORKERS) $(BY_FILE)
-	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 3 $(BY_FILE) --durations=10
 	PYTHONPATH="$(CURDIR)" .extras/bin/python -m pytest -q tests/extras -n 2 $(BY_FILE)
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
+
+slow: compiler $(HOSTED) $(EXTRAS) $(VASTAI)
+	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 3 $(BY_FILE) --durations=10
 
 # `make abuse ABUSE=20-39` is a piece of it: the files and kills that are drawn from the seeds 20 to 39.
 abuse: $(STAMP) compiler

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 
+import pytest
 import torch
 from share import share
 
@@ -115,6 +116,7 @@ def weights(folder):
     return checkpoint.load(folder)["setup"]["model"]
 
 
+@pytest.mark.slow
 def test_no_control_file_stops_training_and_the_next_request_is_obeyed(tiny_config, tmp_path, train_here):
     seeds = list(share(100)) + [*range(len(TEXTS + PLACES))]
     config = tiny_config(("darcy",), **{"training.batch_size": 4, "stages.operator.epochs": len(seeds) // 4 + 3})

@@ -62,6 +62,7 @@ def test_a_notebook_runs_there_its_folder_comes_back_and_goes_on_there(box, tmp_
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_an_example_is_sent_and_finds_its_workload_there(near, kept, monkeypatch):
     begun = []
     monkeypatch.setattr(launches.runfolder, "new_folder", lambda name, root="": _made(kept / name))

@@ -41,6 +41,7 @@ def test_the_query_asks_for_what_the_settings_need(cloud, config):
     assert [row["id"] for row in rows] == [OFFER["id"]]
 
 
+@pytest.mark.slow
 def test_more_ranks_and_bf16_need_more_gpus_and_newer_ones_and_a_wider_model_more_memory(config):
     halves = {"training.num_gpus": 4, "training.amp": True, "training.amp_dtype": "bfloat16"}
     four = vast.needs(overlays.apply(config, halves))

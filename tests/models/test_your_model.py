@@ -54,6 +54,7 @@ FAMILIES = {  # a line, a plane without time, several channels
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), [("UNet", UNET), ("MLP", MLP)])
 def test_it_trains_on_three_families_at_once(tmp_path, monkeypatch, data_root, train_here, name, text):
     assert len(text.strip().splitlines()) <= 30

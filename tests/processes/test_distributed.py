@@ -25,6 +25,8 @@ from upsnb.training.setup import Setup
 from upsnb.worker import __main__ as real_worker
 from upsnb.worker import loop
 
+pytestmark = pytest.mark.slow
+
 
 def worker(folder: Path) -> None:
     """Train as upsnb.worker does, and leave `seen.rank<k>.json`: pairs, and the weights' checksum."""
@@ -220,7 +222,6 @@ torch.distributed.destroy_process_group()  # else a thread of it may outlive Pyt
 """
 
 
-@pytest.mark.slow
 def test_gradients_that_are_sent_in_bfloat16_are_the_rounded_mean_on_every_rank(tmp_path):
     """Of a layer whose outputs are added up: the gradient of its weight is its input, in every row."""
     inputs = torch.randn(2, 1, 8)

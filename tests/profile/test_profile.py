@@ -113,6 +113,7 @@ def test_pauses_and_checkpoints_are_no_part_of_a_step(profiled, monkeypatch, clo
     assert record["parts_ms"]["other"] < 50
 
 
+@pytest.mark.slow
 def test_more_inverse_losses_take_more_of_a_step(profiled, clock):
     shares = []
     for frequency in (4, 1):

@@ -13,6 +13,7 @@ from upsnb.widgets.history import History
 from upsnb.widgets.progress import Progress
 
 THREE = {"stages.finetune.epochs": 1, "stages.crps.epochs": 1, "evaluation.members": 4, "training.ema_decay": 0.9}
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

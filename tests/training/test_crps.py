@@ -271,6 +271,7 @@ def test_what_did_not_pass_is_left_out_of_the_report_unless_asked_for(tiny_confi
         load_model(tmp_path, stage="refine")
 
 
+@pytest.mark.slow
 def test_killed_in_this_stage_a_run_goes_on_bit_equal(tiny_config, killed_and_continued, tmp_path):
     folders = killed_and_continued(tiny_config(**STAGES, **{"checkpoint.interval": 5}), tmp_path, 8, NAME)
     there, again = (gates.kept(folder, NAME) for folder in folders)
