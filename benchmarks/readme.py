@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pandas as pd
 import tables
@@ -76,7 +76,8 @@ def compare(report: Mapping) -> str:
     first, second = report["baseline"], report["optimized"]
     seeds, turns = len(report["arms"][first]), "interleaved" if report["interleaved"] else "one after the other"
     data = ", ".join(file for names in report["files"].values() for file in names) or "generated data"
-    head = f"{second} against {first}, {data}, {where(report)}, {seeds} seed{'s' * (seeds > 1)}, {turns}:"
+    length = mean(run["train_time_s"] for run in report["arms"][first])
+    head = f"{second} against {first}, which trains for {length:.0f} s, {data}, {where(report)}, {seeds} seed{'s' * (seeds > 1)}, {turns}:"
     return "\n\n".join((head, markdown(compare_figures.table(report))))
 
 
