@@ -33,6 +33,8 @@ def test_strides_read_off_an_index_are_those_that_torch_computes(monkeypatch, in
     kernels.read_strides_off()
     found = [sizes.stride_at(sizes.simplify_index_in_vec_range(index, var, 16), var) for var in (x, y)]
     assert found == expected and all(isinstance(one, sympy.Expr) for one in found)
+    compared = sympy.Symbol("z") >= index  # what is asked of a mask that is computed from places
+    assert sizes.stride_at(sizes.simplify_index_in_vec_range(compared, x, 16), sympy.Symbol("other")) == 0
     assert kernels.is_sum_of_multiples(index) == (sympy.Poly(index, x, y).total_degree() <= 1 and "(" not in str(index))
 
 

@@ -46,7 +46,9 @@ def know_vector_units() -> None:
     units = importlib.import_module("torch._inductor.cpu_vec_isa")
     present = units.x86_isa_checker()
     kinds = [kind for kind in units.supported_vec_isa_list if set(str(kind).split()) <= set(present)]
-    flags = {"-mavx512bf16", *" ".join(kind.build_arch_flags() for kind in kinds).split()}
+    flags = set(" ".join(kind.build_arch_flags() for kind in kinds).split())
+    if "avx512" in present:
+        flags.add("-mavx512bf16")  # which torch asks for apart from the kinds
     try:
         command = [units.config.cpp.cxx[-1], *flags, "-fsyntax-only", "-x", "c++", os.devnull]
         subprocess.run(command, capture_output=True, check=True, timeout=60)
@@ -81,6 +83,8 @@ def read_strides_off() -> None:
 
 def is_sum_of_multiples(index) -> bool:
     """Whether a sympy expression is like 64*x0 + x1 + 3."""
+    if not hasattr(index, "as_coeff_Mul"):  # a comparison
+        return False
     factors = (term.as_coeff_Mul()[1] for term in (index.args if index.is_Add else (index,)))
     return all(factor.is_Symbol or factor == 1 for factor in factors)
 
