@@ -43,14 +43,14 @@ WORKERS := $(shell cores=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((co
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
 test slow: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
-test: compiler $(HOSTED) $(EXTRAS) $(VASTAI)
+test: compiler $(EXTRAS) $(VASTAI)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow and not long" -n $(WORKERS) $(BY_FILE)
 	PYTHONPATH="$(CURDIR)" .extras/bin/python -m pytest -q tests/extras -n 2 $(BY_FILE)
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
 
-slow: compiler $(HOSTED) $(EXTRAS) $(VASTAI)
+slow: compiler $(HOSTED) $(VASTAI)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 3 $(BY_FILE) --durations=10
 
 # `make abuse ABUSE=20-39` is a piece of it: the files and kills that are drawn from the seeds 20 to 39.
