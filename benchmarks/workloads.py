@@ -4,7 +4,7 @@
 
 First each example trains as its params/cpu.yaml says. Then two arms take turns on the machine until both have trained
 for as many epochs: that file without any phase and with the kernel that torch chooses, and with the phases of FAST,
-which are the same for all, and the file's own kernel.
+which are the same for all, and the file's own kernel. Last the memory of a step, predicted and measured.
 """
 
 import gc
@@ -18,6 +18,8 @@ from keep import ROOT, arguments, save
 from upsnb import hardware, overlays, phases
 from upsnb.compare import arms
 from upsnb.config import RunConfig
+from upsnb.memory.measure import measure
+from upsnb.memory.predict import predict
 from upsnb.report import style
 from upsnb.report.figures import RunFigures
 from upsnb.report.file import finish
@@ -82,6 +84,12 @@ def collecting_ms(name: str) -> float:
     return float(np.median(times))
 
 
+def memory_mib(name: str) -> dict[str, float]:
+    """The memory of one step as its file says, predicted and measured [MiB]."""
+    config = of_example(name)
+    return {how: ask(config).nbytes / 2**20 for how, ask in (("predicted", predict), ("measured", measure))}
+
+
 def main() -> None:
     parser = arguments(__doc__, "workloads")
     parser.add_argument("--only", nargs="+", choices=EPOCHS, default=list(EPOCHS))
@@ -92,6 +100,7 @@ def main() -> None:
     for name in args.only:
         found[name] = {"trained": trained(name, work / f"{name}-trained", args.output)}
         found[name] |= {"compared": compared(name, work / name), "collecting_ms": collecting_ms(name)}
+        found[name]["memory_mib"] = memory_mib(name)
         found[name] = finish(found[name], None)  # the others may be of another machine
         save({"format": 1, "kind": "workloads", "examples": found}, kept)
 

@@ -217,7 +217,8 @@ def test_each_example_is_told_in_its_own_unit_and_error():
     compared = {"speedup": {"median": 2.5, "ci95": [2.4, 2.6]}, "error_ratio": {"text": 1.01}}
     machine = {"device": "cpu", "num_cores": 2, "device_name": "a laptop", "num_devices": 1}
     measured = {"hardware": machine, "versions": {"torch": "2.13.0"}, "date": "2026-11-24"}
-    found = {"trained": trained, "compared": compared, "collecting_ms": 61.0, **measured}
+    memory = {"predicted": 123.456, "measured": 124.321}
+    found = {"trained": trained, "compared": compared, "collecting_ms": 61.0, "memory_mib": memory, **measured}
     report = {"examples": {"long_context": found}}
     row = tables.workloads(report).splitlines()[-1]
     for text in (
@@ -227,7 +228,7 @@ def test_each_example_is_told_in_its_own_unit_and_error():
         "| 2 |",
         "2.50 [2.40, 2.60]",
         "1.01",
-        "61",
+        "| 123.5 | 124.3 | 61 |",
         "9,000 tokens/s",
         "laptop",
     ):
