@@ -208,8 +208,8 @@ def workloads(report: Mapping) -> str:
                 "speed": f"{own['samples_per_s']['median']:,.0f} {own['unit']}/s",
                 "phases over none": factor(compared["speedup"]) if compared else "not measured",
                 "their error over its": number(compared["error_ratio"][dataset], 3) if compared else "",
-                "memory of a step, predicted [MiB]": number(memory.get("predicted")),
-                "measured [MiB]": number(memory.get("measured")),
+                "a step's memory, predicted [MiB]": number(memory.get("predicted")),
+                "the same, measured [MiB]": number(memory.get("measured")),
                 "`gc.collect()` [ms]": number(found["collecting_ms"], 3),
                 "measured on": where(found),
             }
