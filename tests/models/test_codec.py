@@ -37,6 +37,20 @@ def test_grid_and_points_give_the_same_field(make_spec, make_decoder, decoder, f
     torch.testing.assert_close(grid.flatten(2), net.at(z, grid_points(shape)), atol=2e-5, rtol=1e-4)
 
 
+@families
+@pytest.mark.parametrize("decoder", ("local_basis", "unpatchify"))
+def test_autocast_rounds_nothing_on_the_way_from_and_to_fields(make_spec, make_decoder, perturb, decoder, family):
+    spec = make_spec(family)
+    net, z, points = make_decoder(decoder, spec), tokens(spec), torch.rand(37, spec.num_dims)
+    encoder = perturb(PatchEncoder(spec, 32))
+    x = torch.randn(2, spec.input_frames, 1, *spec.grid_shape)
+    exact = encoder(x), net(z, spec.grid_shape), net.at(z, points)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = encoder(x), net(z, spec.grid_shape), net.at(z, points)
+    for found, wanted in zip(mixed, exact):
+        torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+
+
 @decoders
 @families
 def test_points_do_not_know_of_each_other(make_spec, make_decoder, decoder, family):

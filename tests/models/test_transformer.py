@@ -47,6 +47,17 @@ def test_backends_agree_in_output_and_gradients(backend, dtype, compiled):
         assert (found - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+def test_blocks_add_to_what_autocast_does_not_round(perturb):
+    """In a stream of bfloat16, each block's change would be rounded to 8 bits of all that stands there already."""
+    net = perturb(Operator(PdetConfig(hidden_dim=32, depth=3, num_heads=2), 16, 8))
+    seen = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda _, given, returned: seen.extend((given[0].dtype, returned.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(torch.randn(2, 24, 16), torch.randn(2, 8), None).dtype == torch.float32
+    assert seen == 6 * [torch.float32]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_probabilities_in_16_bits_are_summed_up_in_float32(compiled):
     """Summed up in bfloat16, 4,096 equal scores would stop at 256, and sixteen times too much come out."""

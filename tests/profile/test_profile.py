@@ -353,6 +353,9 @@ def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):
     assert report.bytes_per_step(parameters, halved, 4) == 0.75 * 4 * 1400
     sharded = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3, "training.use_fsdp2": True})
     assert report.bytes_per_step(parameters, sharded, 4) == 0.75 * (3 * 2 * 4 * 1200 + 4 * 1400)
+    mixed = overlays.apply(sharded, {"training.amp": True, "training.amp_dtype": "bfloat16"})
+    cast = 3 * 2 * (2 * 900 + 4 * 300)  # blocks in half as many bytes, what is around them as it is
+    assert report.bytes_per_step({**parameters, "blocks": 900}, mixed, 4) == 0.75 * (cast + 4 * 1400)
     unrolled = overlays.apply(sharded, {"stages.finetune.epochs": 1, "stages.finetune.unroll": 5})
     assert report.bytes_per_step(parameters, unrolled, 4, "finetune") == 0.75 * (5 * 3 * 2 * 4 * 1200 + 4 * 1400)
     assert report.bytes_per_step(parameters, unrolled, 4) == report.bytes_per_step(parameters, sharded, 4)

@@ -2,6 +2,9 @@
 
 Every encoder maps (B, T, C, *grid) at any resolution to (B, L, D); every decoder maps (B, L, D) to a grid of any
 resolution, or to any unit coordinates. docs/model.md has the measured comparison.
+
+What touches fields computes in float32 under autocast too: bfloat16 keeps 8 bits of a value, and a good model errs by
+less than what that loses. The products are few, beside those of the operator (docs/LOG.md has what it costs and gains).
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class PatchEncoder(nn.Module):
         spec = self.spec
         x = resample(x_BTC.flatten(1, 2), spec.grid_shape, spec.periodic)
         x = pad(x, spec.patch // 2, spec.patch - spec.patch // 2, spec.periodic)
-        z = self.embed(x).flatten(2).transpose(1, 2)
+        with torch.autocast(x.device.type, enabled=False):
+            z = self.embed(x).flatten(2).transpose(1, 2)
         return z if self.position is None else z + self.position
 
 
@@ -86,12 +90,13 @@ class LocalBasisDecoder(nn.Module):
     def at(self, z_BLD: Tensor, points_QS: Tensor) -> Tensor:
         """(B, L, D) and unit coordinates (Q, S) -> (B, C, Q)."""
         index, weight, offset = neighbours(points_QS, self.spec.token_grid, self.spec.periodic)
-        basis = self.basis(offset) * weight[..., None]  # (Q, 2^S, K)
-        coefficients = self._coefficients(z_BLD)  # (B, L, C, K)
         value = 0
-        for corner in range(index.shape[1]):  # one corner at a time bounds the gathered memory
-            near = coefficients[:, index[:, corner]]
-            value = value + torch.einsum("bqck,qk->bcq", near, basis[:, corner].to(near.dtype))
+        with torch.autocast(z_BLD.device.type, enabled=False):
+            basis = self.basis(offset) * weight[..., None]  # (Q, 2^S, K)
+            coefficients = self._coefficients(z_BLD)  # (B, L, C, K)
+            for corner in range(index.shape[1]):  # one corner at a time bounds the gathered memory
+                near = coefficients[:, index[:, corner]]
+                value = value + torch.einsum("bqck,qk->bcq", near, basis[:, corner])
         return value
 
     def _coefficients(self, z_BLD: Tensor) -> Tensor:
@@ -102,10 +107,11 @@ class LocalBasisDecoder(nn.Module):
         spec, num_dims = self.spec, self.spec.num_dims
         offsets = grid_points(tuple(2 * p for p in patches), z_BLD.device) * 2 - 1
         hat = (1 - offsets.abs()).prod(-1, keepdim=True)
-        basis = (self.basis(offsets) * hat).to(z_BLD.dtype)  # (prod 2p, K)
-        a = self._coefficients(z_BLD).flatten(2).transpose(1, 2).unflatten(2, spec.token_grid)
-        a = pad(a, 1, 1, spec.periodic).flatten(2).unflatten(1, (self.num_channels, self.basis_size))
-        support = torch.einsum("bckl,pk->bclp", a, basis.to(a.dtype))
+        with torch.autocast(z_BLD.device.type, enabled=False):
+            basis = self.basis(offsets) * hat  # (prod 2p, K)
+            a = self._coefficients(z_BLD).flatten(2).transpose(1, 2).unflatten(2, spec.token_grid)
+            a = pad(a, 1, 1, spec.periodic).flatten(2).unflatten(1, (self.num_channels, self.basis_size))
+            support = torch.einsum("bckl,pk->bclp", a, basis)
         support = support.unflatten(-1, tuple(2 * p for p in patches))
         support = support.unflatten(2, tuple(count + 2 for count in spec.token_grid))
         value = 0
@@ -136,7 +142,8 @@ class UnpatchifyDecoder(nn.Module):
 
     def forward(self, z_BLD: Tensor, shape: tuple[int, ...]) -> Tensor:
         spec, n = self.spec, self.spec.num_dims
-        x = self.pixels(self.norm(z_BLD)).transpose(1, 2)
+        with torch.autocast(z_BLD.device.type, enabled=False):
+            x = self.pixels(self.norm(z_BLD)).transpose(1, 2)
         x = x.unflatten(1, (self.num_channels, *(spec.patch,) * n)).unflatten(-1, spec.token_grid)
         order = [0, 1] + [i for axis in range(n) for i in (2 + n + axis, 2 + axis)]
         x = x.permute(order).reshape(len(x), self.num_channels, *spec.grid_shape)
@@ -173,7 +180,9 @@ class CrossAttentionDecoder(nn.Module):
             places = (points_QS, grid_points(self.spec.token_grid, points_QS.device))
             tables = tuple(rotary_table(place, self.spec.periodic, self.head_dim) for place in places)
         x = queries + self.attention(self.query_norm(queries), tables[0], self.token_norm(z_BLD), tables[1])
-        return self.output(x + self.mlp(self.norm(x))).transpose(1, 2)
+        x = x + self.mlp(self.norm(x))
+        with torch.autocast(x.device.type, enabled=False):
+            return self.output(x.float()).transpose(1, 2)
 
 
 def build_encoder(config: OperatorConfig, spec: DatasetSpec, dim: int) -> nn.Module:

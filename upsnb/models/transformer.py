@@ -208,7 +208,7 @@ class Operator(nn.Module):
     def forward(self, z_BLD: Tensor, condition_BD: Tensor, table) -> Tensor:
         """(B, L, D_latent) -> (B, L, D_latent)."""
         modulation = self.modulation(condition_BD).unflatten(-1, (NUM_MODULATIONS, -1))
-        x = self.input(z_BLD)
+        x = self.input(z_BLD).float()  # all blocks add to it: under autocast only what they add is rounded
         for block in self.blocks:
             x = block(x, modulation, table)
         return z_BLD + self.output(self.norm(x))

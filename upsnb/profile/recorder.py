@@ -220,7 +220,8 @@ def profile_name(rank: int) -> str:
 
 
 def parameters_by_part(model: Surrogate) -> dict:
-    """Trained parameters that all datasets share, and those that each has of its own."""
+    """Trained parameters that all datasets share, those of its blocks, and those that each dataset has of its own."""
     parts = model.parts()
     codecs = {name: sum(map(count_parameters, parts.get(name, ()))) for name in model.specs}
-    return {"operator": count_parameters(model) - sum(codecs.values()), "codecs": codecs}
+    shared, blocks = count_parameters(model) - sum(codecs.values()), sum(map(count_parameters, model.blocks()))
+    return {"operator": shared, "blocks": blocks, "codecs": codecs}

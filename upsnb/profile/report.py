@@ -105,8 +105,8 @@ def bytes_per_step(parameters: Mapping, config: RunConfig, num_ranks: int, stage
     """Bytes that each rank sends in one optimizer step, computed from parameter counts.
 
     DDP: ring all-reduce of gradients, 2 (n - 1) / n of them, once a step (`no_sync`) or after every microbatch.
-    FSDP2: all-gather of the weights for forward and again for backward, (n - 1) / n of them in the autocast dtype, for
-    every call of every microbatch, as many in a row as the stage may take, and of the parts that its dataset uses;
+    FSDP2: all-gather of the weights for forward and again for backward, (n - 1) / n of them, blocks in the autocast
+    dtype, for every call of every microbatch, as many in a row as the stage may take, of the parts its dataset uses;
     reduce-scatter of float32 gradients, (n - 1) / n, once for all calls. Muon's products of sharded matrices, which
     exchange more, are not in it; a profile's collectives are.
 
@@ -121,7 +121,8 @@ def bytes_per_step(parameters: Mapping, config: RunConfig, num_ranks: int, stage
         return 2 * part * (2 if training.bf16_gradients else 4) * everything * averages
     used = parameters["operator"] + sum(codecs.values()) / len(codecs)
     width = 2 if training.amp and training.amp_dtype != "float32" else 4
-    gathered = 2 * width * used * training.accum_steps * config.calls(stage)
+    blocks = parameters.get("blocks", parameters["operator"])  # profiles of before 2026-11-27 do not count them
+    gathered = 2 * (width * blocks + 4 * (used - blocks)) * training.accum_steps * config.calls(stage)
     return part * (gathered + 4 * (everything if training.no_sync else used * averages))
 
 

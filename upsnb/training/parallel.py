@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -196,20 +196,24 @@ def wrap_ddp(module: nn.Module, ranks: Ranks, bf16_gradients: bool = False) -> n
     return wrapped
 
 
-def shard(module: nn.Module, parts: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype | None) -> nn.Module:
+def shard(
+    module: nn.Module, parts: Iterable[nn.Module], blocks: Container[nn.Module], ranks: Ranks, dtype: torch.dtype | None
+) -> nn.Module:
     """`module` with the parameters, gradients and optimizer state of its parts sharded over the ranks (FSDP2).
 
     Each part is gathered before it runs and again before its backward, and let go after both; `module` itself must own
     no parameter outside the parts and is what has to be called. Names of parameters stay; they become DTensors.
 
-    Gathering casts weights to the autocast dtype, which halves what is sent. Autocast still chooses the dtype of every
-    operation and casts its inputs: as in DDP it multiplies in that dtype, from the same rounded weights. What differs
-    is the rounding of norms and offsets, which autocast leaves in float32. Coordinates and fields must not be rounded
-    on the way into a part, so FSDP2's own casting of inputs is off. Gradients are averaged in float32, and the sharded
-    weights that optimizers step stay in float32.
+    Gathering casts weights of blocks, nearly all there are, to the autocast dtype, which halves what is sent. Autocast
+    still chooses the dtype of every operation and casts its inputs: as in DDP it multiplies in that dtype, from the
+    same rounded weights. What differs is the rounding of norms and offsets inside blocks, which autocast leaves in
+    float32. Around the blocks some products are to be float32 under autocast too, so nothing is cast there, nor, by
+    FSDP2 itself, on the way into a part. Gradients are averaged in float32, and the sharded weights that optimizers
+    step stay in float32.
 
     Args:
         parts: submodules, inner before outer; a part's `at`, where it has one, is a way into it beside `forward`.
+        blocks: those of the parts whose weights may be cast.
         dtype: the autocast dtype; None gathers float32.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -217,16 +221,17 @@ def shard(module: nn.Module, parts: Iterable[nn.Module], ranks: Ranks, dtype: to
         parameter.data = parameter.data.contiguous()
     # Nothing here writes into what a part returned, and encoders and decoders return views.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    policy = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     for part in parts:
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=cast if part in blocks else whole)
         if hasattr(part, "at"):
             register_fsdp_forward_method(part, "at")
         # Keeping gradients back, torch 2.13 looks into the gathered weights of every part, run so far or not
         # ("'FSDPParam' object has no attribute '_unsharded_param'"): let there be some, of all datasets.
         part.unshard()
         part.reshard()
-    return fully_shard(module, mesh=mesh, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, mp_policy=whole)
 
 
 def synchronising(module: nn.Module, on: bool) -> AbstractContextManager:
@@ -268,7 +273,8 @@ def wrap(objective: Objective, config: RunConfig, generator: torch.Generator, ra
     objective.generator = generator
     if training.use_fsdp2:
         objective.touch_any = True
-        return shard(objective, objective.model.units(), ranks, precision.amp_dtype(config))
+        model = objective.model
+        return shard(objective, model.units(), model.blocks(), ranks, precision.amp_dtype(config))
     return wrap_ddp(objective, ranks, training.bf16_gradients)
 
 
