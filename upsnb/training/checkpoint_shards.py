@@ -156,13 +156,25 @@ def write_later(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | 
     )
 
 
+class _Stager(dcp.staging.DefaultStager):
+    """Keeps its host memory until it is closed; torch 2.11 lets go of it after every save, and fails in the next."""
+
+    def stage(self, state_dict: dict, **options):
+        copies = self._state_dict_stager
+        copies.close = lambda: None
+        try:
+            return super().stage(state_dict, **options)
+        finally:
+            del copies.close
+
+
 def make_stager(device: torch.device):
     """Host memory for `write_later`, kept from one save to the next; page-locked where a GPU fills it."""
     on_gpu = device.type == "cuda"
     options = dcp.staging.StagingOptions(
         use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
     )
-    return dcp.staging.DefaultStager(options)
+    return _Stager(options)
 
 
 @contextlib.contextmanager

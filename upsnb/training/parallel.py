@@ -255,12 +255,15 @@ def release(device: torch.device) -> None:
 
 def forget_iteration(module: nn.Module) -> None:
     """After a forward or backward pass that failed on a single rank: what FSDP2 gathered and awaited is let go."""
-    if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13 has it
+    if not isinstance(module, FSDPModule):
+        return
+    if hasattr(module, "reset_iter_state"):  # torch 2.13 has it
         module.reset_iter_state()
-        # It promises to drop what earlier microbatches left too, and leaves that in the gradients of gathered weights.
-        states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
-        groups = [group for state in states for group in state._fsdp_param_groups]
-        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+    # It promises to drop what earlier microbatches left too, and leaves that in the gradients of gathered weights.
+    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    for state in states:
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
