@@ -297,6 +297,8 @@ SECTIONS = {
     "pipeline": lambda: of_each(tables.pipeline, "pipeline"),
     "steady_prior": lambda: of_each(tables.steady_prior, "steady_prior"),
     "workloads": lambda: of_each(tables.workloads, "workloads"),
+    "attention": lambda: of_each(tables.attention, "attention"),
+    "gpu": lambda: of_each(tables.gpu, "gpu"),
     "wrapper": lambda: tables.wrapper(read("wrapper/wrapper.json")),
     "profile": lambda: of_each(profile, "profile"),
     "memory": lambda: of_each(memory, "memory"),

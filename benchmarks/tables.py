@@ -217,6 +217,55 @@ def workloads(report: Mapping) -> str:
     return markdown(pd.DataFrame(rows))
 
 
+def attention(report: Mapping) -> str:
+    """FlexAttention beside the kernel that torch chooses, on one GPU."""
+    rows = [
+        {
+            "tokens": f"{row['context']:,}",
+            "documents in them": row["documents"],
+            "what": what,
+            **{f"{kernel} [ms]": number(row[f"{part}_ms"][kernel], 3) for kernel in ("sdpa", "flex")},
+            "flex is faster": number(row[f"{part}_ms"]["sdpa"] / row[f"{part}_ms"]["flex"], 3),
+            **{f"{kernel} [GiB]": number(row[f"{part}_gib"][kernel], 3) for kernel in ("sdpa", "flex")},
+        }
+        for row in report["rows"]
+        for part, what in (("alone", "attention, forward and backward"), ("step", "a whole step"))
+    ]
+    return f"{where(report)}:\n\n{markdown(pd.DataFrame(rows))}"
+
+
+def gpu(report: Mapping) -> str:
+    """What ran on a GPU, and how fast two arms were that took turns there."""
+    tests, tried = report["tests"], report["tried"]
+    ran = {kind: [row["name"] for row in tried if row["ran"] and row["kind"] == kind] for kind in ("phase", "params")}
+    rest = [row["name"] for row in tried if not row["ran"]]
+    arms = report["turns"]["arms"]
+    rows = [
+        {
+            "settings": name,
+            "a step [ms], quarter, median, three quarters": ", ".join(number(value, 3) for value in arm["step_ms"]),
+            "samples/s": number(1e3 * arm["samples_per_step"] / arm["step_ms"][1], 4),
+            "compiling [s]": number(arm["compile_s"], 3),
+            "memory [GiB]": number(arm["memory_gib"], 3),
+            "steps": f"{arm['steps']} of {arm['of_steps']}",
+        }
+        | {
+            f"validation nRMSE after step {at['step']}": ", ".join(
+                f"{dataset} {number(error, 3)}" for dataset, error in at["nrmse"].items()
+            )
+            for at in arm["validations"]
+        }
+        for name, arm in ((arm["params"], arm) for arm in arms.values())
+    ]
+    lines = [
+        f"{where(report)}.",
+        f"- `tests/gpu`: {tests['passed']} passed, {len(tests['failed'])} failed, {len(tests['skipped'])} skipped for want of a second GPU.",
+        f"- A few steps of phases, all ran: {', '.join(ran['phase'])}.",
+        f"- A few steps of files in `params/`, on one GPU: {', '.join(ran['params'])}. Still compiling when their time was up: {', '.join(rest)}.",
+    ]
+    return "\n".join(lines) + f"\n\n{markdown(pd.DataFrame(rows).fillna('-'))}"
+
+
 def search(report: Mapping) -> str:
     """What a search tried and found, and how that compares with the file that was written by hand."""
     baseline, by_hand = report["params"]
