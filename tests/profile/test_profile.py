@@ -344,6 +344,18 @@ def test_findings_do_not_advise_what_is_on_or_cannot_run_or_does_not_apply(tiny_
     assert row["sentence"].endswith("loss_frequency (does not apply: FNO predicts on its grid only)")
 
 
+@pytest.mark.parametrize(
+    ("settings", "advised"), [({}, False), ({"compile": True}, True), ({"compile": True, "use_fsdp2": True}, False)]
+)
+def test_cuda_graphs_are_advised_where_compiled_code_on_a_gpu_still_waits_for_launches(tiny_config, settings, advised):
+    training = {f"training.{name}": value for name, value in settings.items()}
+    gpu = hardware.Hardware("cuda", 1, "a GPU", 80.0, 4, compute_capability=(9, 0))
+    gaps, config = made(**{"launch gaps": 0.4}), tiny_config(**training)
+    (on_gpu,) = report.findings(gaps, overlays.apply(config, {"training.device": "auto"}), gpu)
+    (on_cpu,) = report.findings(gaps, config, gpu)
+    assert ("CUDA graphs" in on_gpu["sentence"], "CUDA graphs" in on_cpu["sentence"]) == (advised, False)
+
+
 def test_bytes_follow_from_what_each_wrapper_sends(tiny_config):
     parameters = {"operator": 1000, "codecs": {"advection": 100, "darcy": 300}}
     ddp = tiny_config(**{"training.num_gpus": 4, "training.accum_steps": 3})

@@ -11,7 +11,7 @@ import numpy as np
 from upsnb import overlays, phases
 from upsnb.config import OPERATOR, RunConfig
 from upsnb.errors import RunError, RunTimeout
-from upsnb.hardware import Hardware
+from upsnb.hardware import Hardware, resolve_device
 from upsnb.memory import plan, predict
 from upsnb.phases import Verdict
 from upsnb.profile.recorder import profile_name
@@ -260,7 +260,12 @@ def findings(
         "losses",
         "loss_frequency",
     )
-    add(shares[GAPS], f"in {shares[GAPS]:.0%} of a step no operation runs: the host launches too slowly", "compile")
+    said = f"in {shares[GAPS]:.0%} of a step no operation runs: the host launches too slowly"
+    training = config.training
+    on_gpu = resolve_device(config, machine) == "cuda"
+    if on_gpu and training.compile and training.compile_mode == "default" and not training.use_fsdp2:
+        said += ", which CUDA graphs do at once (training.compile_mode: reduce-overhead)"
+    add(shares[GAPS], said, "compile")
     waiting = shares[DATA] + shares[COPY]
     add(waiting, f"{waiting:.0%} of a step waits for data or its copy to the device", "data_loading")
     add(shares[OPTIMIZER], f"{shares[OPTIMIZER]:.0%} of a step is the optimizer", "fused", "foreach")
