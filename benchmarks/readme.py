@@ -178,7 +178,8 @@ def variants() -> str:
 
 def overheads() -> str:
     """What starting, saving and watching cost."""
-    saves, panel, started = read("checkpoints/stall.json"), read("panel/panel.json"), REFERENCE / "start/start.json"
+    saves, panel = read("checkpoints/stall.json"), read("panel/panel.json")
+    started = [json.loads(path.read_text()) for path in sorted(REFERENCE.glob("start*/start.json"))]
     ratio, interval = panel["training"]["throughput_with_over_without"], panel["training"]["ci95"]
     spared = panel["training"].get("threads_per_rank", 1) == 1  # older reports were all so
     idle = " (training had one of the two cores, so this shows no cost where it has all)" if spared else ""
@@ -189,7 +190,7 @@ def overheads() -> str:
             f"  writing at once does ({low:.1%} to {high:.1%}; `benchmarks/checkpoints.py`).",
             f"- The panel opens a run of {panel['num_steps']:,} steps in {panel['open_s']:.1f} s; a redraw at {panel['points_per_curve']} points takes",
             f"  {panel['redraw_cpu_ms']:.1f} ms of the kernel and {panel['redraw_kilobytes']:.0f} kB; throughput with it over without: {ratio:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]{idle} (`benchmarks/panel.py`).",
-            *starting(json.loads(started.read_text()) if started.is_file() else None),
+            *(line for report in started or [None] for line in starting(report)),
         )
     )
 

@@ -84,7 +84,7 @@ def facts(machine: Hardware) -> dict[str, str]:
         "torch": f"{torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}",
         "NVIDIA driver": machine.unusable or (found[1] if found else "none"),
         "bfloat16": "by instructions" if machine.cpu_has_bf16 else "without, ten times slower than float32",
-        "C++ compiler": compiler or "none, so torch.compile does not work on the CPU",
+        "C++ compiler": Path(compiler).name if compiler else "none, so torch.compile does not work on the CPU",
     }
     if machine.device == "cuda":
         pairs = [(a, b) for a in range(machine.num_devices) for b in range(machine.num_devices) if a != b]
