@@ -31,6 +31,12 @@ def test_a_sample_of_every_kind_is_drawn(opened, name):
     check(data_report.samples(opened[name]))
 
 
+@pytest.mark.parametrize("names", [["advection"], ["advection", "darcy"]])
+def test_figures_of_few_datasets_hold_their_titles(opened, names):
+    few = {name: opened[name] for name in names}
+    check(data_report.spectra(few)), check(data_report.values(few))
+
+
 def test_spectra_and_values_have_a_panel_for_each(opened):
     spectra, values = data_report.spectra(opened), data_report.values(opened)
     check(spectra), check(values)

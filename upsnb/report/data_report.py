@@ -129,23 +129,25 @@ def spectra(datasets: Mapping[str, Dataset]) -> Figure:
 
     from upsnb.training.metrics import energy_spectrum  # loads torch, as nothing else about data needs it
 
-    figure = style.empty_figure(3.4 * max(len(datasets), 2), 3.1, "")
-    depths = {}
-    for ax, (name, dataset) in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets.items()):
+    curves, depths = {}, {}
+    for name, dataset in datasets.items():
         fields, times = _some_fields(dataset)
         wavenumber, energy = (x.double().numpy() for x in energy_spectrum(torch.from_numpy(fields[:, :, :1])))
         means = energy[:, :, 0].mean(axis=0)[:, 1:]  # wavenumber 0 has no place on a logarithmic axis
-        depths[name] = float(means[-1, -1] / means[-1].max())
+        curves[name], depths[name] = (wavenumber[1:], means, times), float(means[-1, -1] / means[-1].max())
+    told = ", ".join(f"{name} {depth:.1g}" for name, depth in depths.items())
+    title = f"What is left at the smallest waves of the largest energy, at the end: {told}"
+    figure = style.empty_figure(3.4 * max(len(datasets), 2), 3.1, title)
+    for ax, (name, dataset) in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets.items()):
+        wavenumber, means, times = curves[name]
         for mean, time, colour in zip(means, times, (PALETTE if len(times) > 1 else (BLACK,))):
-            ax.plot(wavenumber[1:], style.positive(mean), color=colour, label=f"t = {time:.3g}")
+            ax.plot(wavenumber, style.positive(mean), color=colour, label=f"t = {time:.3g}")
         top = means.max()
         ax.set(xscale="log", yscale="log", ylim=(max(means[means > 0].min() / 2, 1e-12 * top), 2 * top))
         ax.set(xlabel=label("wavenumber k", "cycles per domain"), title=name)
         ax.set_ylabel(f"energy of {dataset.family.quantity(dataset.family.output_channels[0])}")
         if dataset.spec.time_dependent:
             ax.legend(loc="lower left")
-    told = ", ".join(f"{name} {depth:.1g}" for name, depth in depths.items())
-    figure.suptitle(f"What is left at the smallest waves of the largest energy, at the end: {told}")
     return figure
 
 
@@ -155,14 +157,16 @@ def values(datasets: Mapping[str, Dataset]) -> Figure:
     panels = [(name, dataset, c) for name, dataset in datasets.items() for c in range(dataset.spec.output_channels)]
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
-    widest = 0.0
-    figure = style.empty_figure(3.0 * max(columns, 2), 2.2 * rows + 0.4, "")
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
     fields = {name: _some_fields(dataset)[0] for name, dataset in datasets.items()}
-    for ax, (name, dataset, channel) in zip(axes, panels):
-        found = fields[name][:, :, channel].ravel()
-        mean, std = dataset.spec.output_mean[channel], dataset.spec.output_std[channel]
-        widest = max(widest, float(np.abs(found - mean).max() / std))
+    shown = [
+        (fields[name][:, :, c].ravel(), dataset.spec.output_mean[c], dataset.spec.output_std[c])
+        for name, dataset, c in panels
+    ]
+    widest = max(float(np.abs(found - mean).max() / std) for found, mean, std in shown)
+    title = f"Values lie up to {widest:.1f} standard deviations from their mean (dotted: one)"
+    figure = style.empty_figure(3.0 * max(columns, 2), 2.2 * rows + 0.4, title)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax, (name, dataset, channel), (found, mean, std) in zip(axes, panels, shown):
         ax.hist(found, bins=60, color=PALETTE[0], log=True)
         for edge in (mean - std, mean + std):
             ax.axvline(edge, color=BLACK, linestyle=":", linewidth=1.0)
@@ -170,5 +174,4 @@ def values(datasets: Mapping[str, Dataset]) -> Figure:
         ax.set(xlabel=quantity, ylabel=label("points"), title=f"{name}, {mean:.2g} \u00b1 {std:.2g}")
     for ax in axes[len(panels) :]:
         ax.remove()
-    figure.suptitle(f"Values lie up to {widest:.1f} standard deviations from their mean (dotted: one)")
     return figure
