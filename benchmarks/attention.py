@@ -24,23 +24,23 @@ from upsnb.training.setup import Setup
 
 KERNELS = ("sdpa", "flex")
 CONTEXTS = (2048, 8192, 32768)
-ROUNDS, STEPS = 4, 3  # turns of each kernel, steps of a turn
+ROUNDS, STEPS = 4, 3  # turns of each kernel, calls of a turn
 ONE_CHUNK = {"training.accum_steps": 1, "training.batch_size": 1, "training.compile": False}
 FEW_CHUNKS = 40  # of the corpus, a tenth of them for validation and a tenth for the test
 
 
-def alternate(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Time of one call of each [ms], median over turns of `repeats` calls but for the first, which compiles."""
+def alternate(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Time of one call of each [ms], median over turns but for the first, which compiles."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + ROUNDS):
         for name, call in calls.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(repeats):
+            for _ in range(STEPS):
                 call()
             end.record()
             end.synchronize()
-            times[name].append(begin.elapsed_time(end) / repeats)
+            times[name].append(begin.elapsed_time(end) / STEPS)
     return {name: median(those[1:]) for name, those in times.items()}
 
 
@@ -93,7 +93,7 @@ def main() -> None:
         whole, documents = steps(context)
         row = {"context": context, "documents": len(documents.unique())}
         for name, calls in (("step", whole), ("alone", alone(documents))):
-            row |= {f"{name}_ms": alternate(calls, STEPS), f"{name}_gib": peaks(calls)}
+            row |= {f"{name}_ms": alternate(calls), f"{name}_gib": peaks(calls)}
         rows.append(row)
         save({"format": 1, "kind": "attention", "rows": rows}, args.output / REPORT)
         del whole, calls

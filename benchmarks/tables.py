@@ -239,10 +239,9 @@ def gpu(report: Mapping) -> str:
     tests, tried = report["tests"], report["tried"]
     ran = {kind: [row["name"] for row in tried if row["ran"] and row["kind"] == kind] for kind in ("phase", "params")}
     rest = [row["name"] for row in tried if not row["ran"]]
-    arms = report["turns"]["arms"]
     rows = [
         {
-            "settings": name,
+            "settings": arm["params"],
             "a step [ms], quarter, median, three quarters": ", ".join(number(value, 3) for value in arm["step_ms"]),
             "samples/s": number(1e3 * arm["samples_per_step"] / arm["step_ms"][1], 4),
             "compiling [s]": number(arm["compile_s"], 3),
@@ -255,7 +254,7 @@ def gpu(report: Mapping) -> str:
             )
             for at in arm["validations"]
         }
-        for name, arm in ((arm["params"], arm) for arm in arms.values())
+        for arm in report["turns"]["arms"].values()
     ]
     lines = [
         f"{where(report)}.",
