@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py --only pipeline_ks    # 45 quiet minutes, three seeds
     python benchmarks/pipeline.py --only pipeline_ks+pipeline_diffusion --output outputs/reference/pipeline_diffusion
-    # likewise the others, 10 to 30 minutes each, a folder outputs/reference/pipeline_NAME/ for each machine and time
+    # likewise the others, 10 to 30 minutes a seed, a folder outputs/reference/pipeline_NAME/ for each machine and time
 
 Kuramoto-Sivashinsky and Kolmogorov flow, which are chaotic, and Darcy flow, where there ought to be nothing to gain:
 the runs of params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates
@@ -140,12 +140,13 @@ def figures(preset: str, rows: Sequence[dict], folder: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__, "pipeline")
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of those that each preset has")
     parser.add_argument("--work", type=Path, help="folder of the runs; those that are there are not trained again")
     args = parser.parse_args()
     work, found = args.work or runfolder.new_folder("pipelines"), {}
     for preset in args.only:
         found[preset] = []
-        for seed in PRESETS[preset]:
+        for seed in args.seeds or PRESETS[preset]:
             size = found[preset][-1].get("size") if found[preset] else None
             found[preset] += trained(preset, seed, work / f"{preset}-{seed}", size)
         if "times" in found[preset][0]:
