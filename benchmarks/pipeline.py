@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py --only pipeline_ks    # 45 quiet minutes, three seeds
     python benchmarks/pipeline.py --only pipeline_ks+pipeline_diffusion --output outputs/reference/pipeline_diffusion
-    # likewise the others, 10 to 30 minutes a seed, a folder outputs/reference/pipeline_NAME/ for each machine and time
+    # an hour, three seeds; likewise the others, 10 to 30 minutes a seed, a folder outputs/reference/pipeline_NAME/ for each machine and time
 
 Kuramoto-Sivashinsky and Kolmogorov flow, which are chaotic, and Darcy flow, where there ought to be nothing to gain:
 the runs of params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates
@@ -34,7 +34,7 @@ PRESETS = {  # params files, on top of each other, and seeds
     "pipeline_ks": (42, 43, 44),
     "pipeline_kolmogorov": (42,),
     "pipeline_darcy": (42,),
-    "pipeline_ks+pipeline_diffusion": (42,),
+    "pipeline_ks+pipeline_diffusion": (42, 43, 44),
     "pipeline_darcy+pipeline_diffusion": (42,),
 }
 PERTURBED, SIZES = "finetune, perturbed", (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # noise that validation chooses [std]

@@ -362,6 +362,15 @@ def test_a_student_begins_as_its_teacher_and_takes_its_spread(taught):
     assert all(weights[f"spread_{name}"].ne(1).all() for name in model.specs)
 
 
+def test_corrections_may_be_found_by_fewer_blocks_and_refiners_have_as_many_as_the_operator(taught, setup):
+    shallow = {"diffusion.depth": 1}
+    for made in (setup(**shallow), taught(**shallow)):
+        assert len(made.model.before.blocks()) == 2 and len(made.model.denoiser.blocks()) == 1
+    assert len(made.model.teacher.blocks()) == 1
+    assert len(setup(REFINE, **shallow).model.blocks()) == 2
+    assert len(setup().model.blocks()) == 2
+
+
 def test_at_the_lowest_level_a_student_gives_back_what_it_is_given(taught):
     made = taught()
     batch = batch_of(made, "advection")
@@ -419,7 +428,7 @@ def test_a_student_is_judged_against_its_teacher_and_resumed_bit_equal(
     tiny_config, killed_and_continued, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(gates, "FEWEST", 2)
-    overlay = {**STAGES, "checkpoint.interval": 5, f"stages.{STUDENT}.epochs": 2}
+    overlay = {**STAGES, "checkpoint.interval": 5, f"stages.{STUDENT}.epochs": 2, "diffusion.depth": 1}
     whole, cut = killed_and_continued(tiny_config(**overlay), tmp_path, 8, STUDENT)
     gate = runfolder.read_events(whole, ("gate",))[-1]
     assert gate["stage"] == STUDENT and gate["against"] == NAME

@@ -164,11 +164,15 @@ class Denoising(Surrogate):
 
 
 class ResidualDiffusion(Denoising):
-    """Calls the frozen model, and draws what is to be added to its forecast."""
+    """Calls the frozen model, and draws what is to be added to its forecast, with a denoiser that may be less deep."""
 
     # of the frozen model's errors on samples that it was trained on, from which corrections are learned, and on others,
     # which they are for
     SPREADS = "seen", "unseen"
+
+    def __init__(self, before: Surrogate, config: RunConfig):
+        depth = config.diffusion.depth or config.operator.pdet.depth
+        super().__init__(before, overlays.apply(config, {"operator.pdet.depth": depth}))
 
     def improved(self, name, forecast, drawn, given) -> Tensor:
         """The forecast and a correction, drawn from the random numbers, the middle of what might be without any."""
