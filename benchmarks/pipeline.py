@@ -2,7 +2,8 @@
 
     python benchmarks/pipeline.py --only pipeline_ks    # 45 quiet minutes, three seeds
     python benchmarks/pipeline.py --only pipeline_ks+pipeline_diffusion --output outputs/reference/pipeline_diffusion
-    # an hour, three seeds; likewise the others, 10 to 30 minutes a seed, a folder outputs/reference/pipeline_NAME/ for each machine and time
+    # an hour, three seeds; likewise the others, 10 to 30 minutes, a folder outputs/reference/pipeline_NAME/ for each
+    # machine and time
 
 Kuramoto-Sivashinsky and Kolmogorov flow, which are chaotic, and Darcy flow, where there ought to be nothing to gain:
 the runs of params/pipeline_*.yaml, whose later stages begin at the operator's weights and have the same time. Gates
