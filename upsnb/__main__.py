@@ -19,6 +19,7 @@ from upsnb.errors import MOST_SHOWN, ConfigError, Problem, RunError, RunFailed, 
 from upsnb.overlays import as_typed
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import INTERRUPTS
+from upsnb.runs.ranks import KEEP_BYTECODE
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
@@ -427,6 +428,7 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
     except ImportError as error:
         raise RunError(f"{error.name} is not installed -> pip install -c constraints.txt -e '.[lab]'") from None
     handle.be_headless()
+    os.environ |= KEEP_BYTECODE  # the kernel's as well
     try:
         papermill.execute_notebook(
             *(str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, executed)),  # it formats paths

@@ -17,12 +17,20 @@ from waiting import LONGEST_S
 from upsnb import overlays
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError, RunFailed
-from upsnb.runs import files, handle, processes, runfolder
+from upsnb.runs import files, handle, processes, ranks, runfolder
 
 
 @pytest.fixture
 def folder(tmp_path):
     return runfolder.create(RunConfig(), tmp_path / "run")
+
+
+def test_modules_that_ranks_import_stay_compiled_whatever_an_image_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (tmp_path / "imported.py").touch()
+    environment = os.environ | ranks.environment(tmp_path, RunConfig(), tmp_path, 0, "1:2")
+    subprocess.run([sys.executable, "-c", "import imported"], cwd=tmp_path, env=environment, check=True)
+    assert [path.suffix for path in tmp_path.glob("__pycache__/imported.*")] == [".pyc"]
 
 
 @pytest.mark.parametrize(("overlay", "said"), [

@@ -34,7 +34,7 @@ from upsnb.hardware import NVIDIA_DRIVER, Hardware
 from upsnb.phases import DOES_NOT_APPLY, REFUSED, Verdict
 from upsnb.report.file import factor, finish, number
 from upsnb.runs import runfolder
-from upsnb.runs.ranks import allocator_environment
+from upsnb.runs.ranks import KEEP_BYTECODE, allocator_environment
 from upsnb.training import parallel, preflight
 from upsnb.training.setup import Setup
 from upsnb.training.timing import peak_memory_gib
@@ -217,7 +217,8 @@ def _row(trial: Trial, folder: Path, num_steps: int, limit_s: float) -> dict:
 def _failed(arguments: list[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> str:
     """Run a module of this project in a process; in words, why it failed, if it did."""
     command = [sys.executable, "-m", *arguments]
-    options = {"capture_output": True, "text": True, "cwd": runfolder.project_root(), "env": os.environ | environment}
+    environment = {**os.environ, **KEEP_BYTECODE, **environment}
+    options = {"capture_output": True, "text": True, "cwd": runfolder.project_root(), "env": environment}
     try:
         done = subprocess.run(command, timeout=limit_s, **options)
     except subprocess.TimeoutExpired as error:

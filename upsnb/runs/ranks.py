@@ -29,6 +29,8 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what ranks speak ov
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
 # glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
 KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
+# Images of containers forbid Python to keep what it compiles of modules: each process would compile thousands, for 5 s.
+KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 # read by CUDA's allocator when it starts; the second is the older name
 ALLOCATOR, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments"
 
@@ -108,6 +110,7 @@ def environment(
         **(ALONE if training.ranks_per_node == 1 else {}),
         SEGMENT: str(segment),
         "PYTHONUNBUFFERED": "1",  # the last words of a dying rank must reach the log
+        **KEEP_BYTECODE,
         # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **{name: os.environ.get(name, value) for name, value in KEEP_FREED_PAGES.items()},
