@@ -93,8 +93,8 @@ def measured(config, name: str) -> dict:
 def main() -> None:
     parser = arguments(__doc__, "wrapper/wrapper.json")
     args = parser.parse_args()
-    if not ranks.KEEP_FREED_PAGES.items() <= os.environ.items():  # read when a process starts
-        os.execve(sys.executable, (sys.executable, *sys.argv), os.environ | ranks.KEEP_FREED_PAGES)
+    if not ranks.MALLOC.items() <= os.environ.items():  # read when a process starts
+        os.execve(sys.executable, (sys.executable, *sys.argv), os.environ | ranks.MALLOC)
     found: dict[str, dict] = {}
     for model in MODELS:
         files = ROOT / "params/minute.yaml", ROOT / f"params/models/{model}.yaml"

@@ -27,8 +27,13 @@ NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicat
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what ranks speak over; the user's own wins
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
-# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again.
-KEEP_FREED_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**34)}
+# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again. And
+# it asks for pages of 4 KiB: by large ones a compiled step on two cores is an eighth faster (docs/LOG.md).
+MALLOC = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_MMAP_THRESHOLD_": str(2**34),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 # Images of containers forbid Python to keep what it compiles of modules: each process would compile thousands, for 5 s.
 KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 # read by CUDA's allocator when it starts; the second is the older name
@@ -113,7 +118,7 @@ def environment(
         **KEEP_BYTECODE,
         # Spares the log torchrun's advice about it; parallel.initialise sets the number of threads.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **{name: os.environ.get(name, value) for name, value in KEEP_FREED_PAGES.items()},
+        **{name: os.environ.get(name, value) for name, value in MALLOC.items()},
         **allocator_environment(config),
         # Beside the runs, because torch's own place is gone with /tmp: the second run compiles nothing anew.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder.parent / cache)),
