@@ -33,6 +33,13 @@ def test_modules_that_ranks_import_stay_compiled_whatever_an_image_says(tmp_path
     assert [path.suffix for path in tmp_path.glob("__pycache__/imported.*")] == [".pyc"]
 
 
+@pytest.mark.parametrize("own", ["", "glibc.malloc.tcache_count=1"])
+def test_ranks_ask_for_large_pages_unless_a_user_has_told_glibc_something(tmp_path, monkeypatch, own):
+    monkeypatch.setenv("GLIBC_TUNABLES", own) if own else monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    environment = ranks.environment(tmp_path, RunConfig(), tmp_path, 0, "1:2")
+    assert environment["GLIBC_TUNABLES"] == (own or "glibc.malloc.hugetlb=1")
+
+
 @pytest.mark.parametrize(("overlay", "said"), [
     ({"data.datasets.darcy": None}, True), ({"latent.dim": 64}, False), ({"pdet.depth": 2}, False),
 ])  # fmt: skip

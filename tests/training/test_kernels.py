@@ -135,7 +135,7 @@ def attend(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cores", [1, 2])  # with one, torch compiles in this process, under the lock of the file
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.long), 2])  # with one, torch compiles in here
 def test_kernels_of_a_graph_are_one_file_and_compute_the_same_to_the_last_bit(tmp_path, monkeypatch, cores):
     torch._inductor.utils.clear_caches()  # of what another test compiled in this process
     found, libraries, x = [], [], torch.randn(2, 40, 24)
