@@ -27,8 +27,8 @@ NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicat
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what ranks speak over; the user's own wins
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
-# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again; and
-# it takes pages of 4 KiB, where by large ones a compiled step on two cores is an eighth faster (docs/LOG.md).
+# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again. It
+# also takes pages of 4 KiB, where by large ones a compiled step on two cores is an eighth faster (docs/LOG.md).
 MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_MMAP_THRESHOLD_": str(2**34),
