@@ -150,9 +150,9 @@ def main() -> None:
         for seed in args.seeds or PRESETS[preset]:
             size = found[preset][-1].get("size") if found[preset] else None
             found[preset] += trained(preset, seed, work / f"{preset}-{seed}", size)
-        if "times" in found[preset][0]:
-            figures(preset, found[preset], args.output)
-        save({"format": 1, "kind": "pipeline", "presets": found}, args.output / REPORT)
+            if "times" in found[preset][0]:
+                figures(preset, found[preset], args.output)
+            save({"format": 1, "kind": "pipeline", "presets": found}, args.output / REPORT)
 
 
 if __name__ == "__main__":
