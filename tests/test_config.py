@@ -168,10 +168,6 @@ def test_hinted_number_is_a_number_to_yaml(text):
         ({"operator": {"pdet": {"input_dim": 64}}}, "operator.pdet.input_dim: is 64 but latent.dim is 128"),
         ({"diffusion": {"latent_dim": 64}}, "diffusion.latent_dim: is 64 but latent.dim is 128"),
         ({"diffusion": {"depth": 13}}, "diffusion.depth: 13, and operator.pdet.depth is 12"),
-        (
-            {"diffusion": {"depth": 1}, "model": {"build": "upsnb.models.fno:FNO"}},
-            "diffusion.depth: counts blocks of UPS",
-        ),
         ({"data": {"datasets": {}}}, "data.datasets: is empty"),
         ({"data": {"datasets": {"d": {"family": "darcy2d", "input_frames": 2}}}}, "data.datasets.d: is static"),
         ({"data": {"mixing": {"from_epoch": {"dacry": 1}}}}, "from_epoch.dacry: no dataset has this name -> did you"),

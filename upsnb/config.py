@@ -163,7 +163,7 @@ class DiffusionConfig(Section):
 
     latent_dim: PositiveInt | None = None  # latent.dim, if given it must agree
     hidden_dim: PositiveInt = 256  # width of the denoiser
-    depth: PositiveInt | None = None  # blocks of the denoiser, no more than the operator's; empty: as many
+    depth: PositiveInt | None = None  # UPS's: blocks of the denoiser, no more than the operator's; empty: as many
 
 
 class ModelConfig(Section):

@@ -96,12 +96,9 @@ def contradictions(config) -> list[Problem]:
     if pdet.hidden_dim % (2 * pdet.num_heads):
         found = f"{pdet.hidden_dim} over {pdet.num_heads} heads"
         refuse("operator.pdet.num_heads", found, "make hidden_dim an even multiple")
-    if config.diffusion.depth:
-        if config.model.build != type(config.model)().build:
-            refuse("diffusion.depth", "counts blocks of UPS, and model.build is another model", "leave it empty")
-        elif config.diffusion.depth > pdet.depth:
-            found = f"{config.diffusion.depth}, and operator.pdet.depth is {pdet.depth}"
-            refuse("diffusion.depth", found, "make it no larger, or leave it empty")
+    if config.diffusion.depth and config.diffusion.depth > pdet.depth:
+        found = f"{config.diffusion.depth}, and operator.pdet.depth is {pdet.depth}"
+        refuse("diffusion.depth", found, "make it no larger, or leave it empty")
     if int(pdet.hidden_dim * pdet.mlp_ratio) == 0:
         found = f"{pdet.mlp_ratio:g} of a hidden_dim of {pdet.hidden_dim} is no width at all"
         refuse("operator.pdet.mlp_ratio", found, "raise it")
