@@ -41,6 +41,11 @@ def test_what_any_ensemble_gains_is_told_beside_the_verdict():
     assert verdict(gate) == "pass: 0.6 (0.5 to 0.7) of the error of finetune", "a run of before"
 
 
+def test_the_best_of_several_is_chosen_for_each_dataset():
+    tried = [{"a": {"crps": a}, "b": {"crps": b}} for a, b in [(math.nan, 0.3), (0.2, 0.4), (0.1, math.inf)]]
+    assert gates.best(tried) == {"a": {"crps": 0.1}, "b": {"crps": 0.3}}
+
+
 def test_samples_are_compared_with_themselves():
     """Errors that scatter tenfold from sample to sample hide nothing when both models are asked about the same ones."""
     ours, theirs = shifted(0.9, noise=0.02)
@@ -88,6 +93,25 @@ def test_a_spread_that_was_paid_for_with_the_mean_is_no_gain(mean, verdict):
     found = gates.compared(better, measured(base))
     assert found["verdict"] == verdict and found["mean_ratio"] == pytest.approx(0.6 * mean)
     assert found["ratio"] == pytest.approx(0.6), "what CRPS says is told all the same"
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict", "ends"), [(1.0, "no gain", False), (1.1, "harm", False), (2.0, "harm", True)]
+)
+def test_a_first_look_is_ended_by_what_chance_hardly_ever_does(factor, verdict, ends):
+    """Few samples show that a stage is worse far sooner than that it is so beyond doubt."""
+    draws = np.random.default_rng(3)
+    base = draws.lognormal(0.0, 1.0, 12)
+    other = factor * base * draws.lognormal(0.0, 0.2, 12)
+    sides = [measured(dict(enumerate(values))) for values in (other, base)]
+    assert gates.compared(*sides)["verdict"] == verdict
+    assert gates.harms(*sides) == ends
+
+
+def test_a_first_look_at_too_few_or_broken_errors_ends_nothing():
+    base = dict(enumerate(errors(20)))
+    assert not gates.harms(measured({0: 9.0}), measured(base))
+    assert not gates.harms(measured(base | {3: math.nan}), measured(base))
 
 
 def test_samples_are_compared_with_themselves_whatever_order_ranks_have_measured_them_in():

@@ -24,7 +24,9 @@ from upsnb.training.stages import TEACHERS
 
 FEWEST = 8  # validation samples that a verdict needs
 AS_GOOD = 1.05  # of its teacher's error: a student is to be cheaper, not better
-FIRST_SHARE = 0.25  # of them, by which a stage that has done harm is found out
+FIRST_SHARE = 0.25  # of them, by which a stage that has done much harm is found out
+NOISES = (1, 3, 10)  # of perturbed frames, over the error of one call: the best is not known before
+CHANCE = 0.1  # of harm that is none, by which a first look ends it [%]
 PASS, NO_GAIN, HARM, NOT_MEASURABLE = "pass", "no gain", "harm", "not measurable"
 
 
@@ -58,24 +60,29 @@ def judge(found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[f
     Returns:
         {"verdict", "ratio", "ci95", "samples"}
     """
-    pairs = [np.array([found[name], control[name]], float) for name in found if name in control]
+    pairs, drawn = _drawn(found, control)
     samples = min((pair.shape[1] for pair in pairs), default=0)
-    nothing = {"verdict": NOT_MEASURABLE, "ratio": None, "ci95": [None, None], "samples": samples}
-    if (
-        samples < FEWEST
-        or len(pairs) < len(found)
-        or not all(np.isfinite(pair).all() and pair[1].sum() > 0 for pair in pairs)
-    ):
-        return nothing
-    draws, drawn = np.random.default_rng(0), 0.0
-    for pair in pairs:
-        rows = draws.integers(pair.shape[1], size=(NUM_RESAMPLES, pair.shape[1]))
-        ours, theirs = (side[rows].mean(1) for side in pair)
-        drawn = drawn + ours / theirs / len(pairs)
+    if drawn is None:
+        return {"verdict": NOT_MEASURABLE, "ratio": None, "ci95": [None, None], "samples": samples}
     low, high = np.percentile(drawn, (2.5, 97.5)).tolist()
     verdict = PASS if high < bar else HARM if low > bar else NO_GAIN
     ratio = float(np.mean([pair[0].mean() / pair[1].mean() for pair in pairs]))
     return {"verdict": verdict, "ratio": ratio, "ci95": [low, high], "samples": samples}
+
+
+def _drawn(found: Mapping, control: Mapping) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """Errors of both sides, (2, samples) by dataset, and ratios of resampled ones; None where nothing can be said."""
+    pairs = [np.array([found[name], control[name]], float) for name in found if name in control]
+    if not pairs or len(pairs) < len(found) or min(pair.shape[1] for pair in pairs) < FEWEST:
+        return pairs, None
+    if not all(np.isfinite(pair).all() and pair[1].sum() > 0 for pair in pairs):
+        return pairs, None
+    draws, drawn = np.random.default_rng(0), np.zeros(NUM_RESAMPLES)
+    for pair in pairs:
+        rows = draws.integers(pair.shape[1], size=(NUM_RESAMPLES, pair.shape[1]))
+        ours, theirs = (side[rows].mean(1) for side in pair)
+        drawn += ours / theirs / len(pairs)
+    return pairs, drawn
 
 
 def answering(folder: Path) -> str | None:
@@ -111,6 +118,16 @@ def compared(found: Mapping[str, Mapping], control: Mapping[str, Mapping], bar: 
     return by_score | {"verdict": NO_GAIN if traded else by_score["verdict"], "mean_ratio": by_mean["ratio"]}
 
 
+def harms(found: Mapping[str, Mapping], control: Mapping[str, Mapping], bar: float = 1.0) -> bool:
+    """Whether a first look at some of the samples may end it: by harm that 99.9 % of resampled ratios show.
+
+    A first look that goes by 95 % gives chance a second opportunity to decide; what ends clinical trials before their
+    time is one in a thousand (Haybittle 1971; Peto et al. 1976).
+    """
+    _, drawn = _drawn(*_paired(found, control, "crps"))
+    return drawn is not None and bool(np.percentile(drawn, CHANCE) > bar)
+
+
 def draws(found: Mapping[str, Mapping]) -> bool:
     """Whether what `evaluate_ensembles` found is of a model that draws."""
     return any(one["members"] > 1 for one in found.values())
@@ -124,6 +141,14 @@ def is_single(found: Mapping[str, Mapping]) -> bool:
 def errors_of_one_call(found: Mapping[str, Mapping]) -> dict[str, float]:
     """By dataset, root mean square at the first time that is forecast [standard deviations]."""
     return {name: one["per_time"]["mean_rmse"][0] for name, one in found.items()}
+
+
+def best(tried: Sequence[Mapping[str, Mapping]]) -> dict[str, Mapping]:
+    """Of what `evaluate_ensembles` found of several models, that of the lowest CRPS, by dataset."""
+    return {
+        name: min((one[name] for one in tried), key=lambda one: np.nan_to_num(one["crps"], nan=np.inf))
+        for name in tried[0]
+    }
 
 
 def beside(found: Mapping[str, Mapping], perturbed: Mapping[str, Mapping]) -> dict:
@@ -149,7 +174,7 @@ def _paired(found: Mapping[str, Mapping], control: Mapping[str, Mapping], error:
 
 
 def first_look(datasets: Mapping[str, Sequence]) -> int:
-    """How many samples of each dataset are looked at before all of them, where a stage may have done harm.
+    """How many samples of each dataset are looked at before all of them, where a stage may have done much harm.
 
     Args:
         datasets: the samples of each that are to judge.
