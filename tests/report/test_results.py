@@ -217,6 +217,16 @@ def test_validations_that_a_resumed_run_repeats_count_once(tmp_path):
     assert line.get_xdata().tolist() == [20, 40] and line.get_ydata().tolist() == [0.5, 0.35]
 
 
+def test_losses_of_stages_are_not_compared_with_each_other(tmp_path):
+    """A stage's score may be a hundredth of the operator's loss and mean nothing of the kind."""
+    events = [step(n, loss=loss) | {"stage": "operator"} for n, loss in enumerate((2.0, 1.0), start=1)]
+    events += [step(n, loss=loss) | {"stage": "crps"} for n, loss in enumerate((0.01, 0.02), start=3)]
+    title = " ".join(figures.RunFigures(tmp_path, None, events, "", {}).losses().get_suptitle().split())
+    assert title.endswith(
+        "first tenth of a stage's steps to the last: waves (operator) 2 to 1, waves (crps) 0.01 to 0.02"
+    )
+
+
 def test_a_figure_that_was_shown_is_not_drawn_again_to_be_saved(tmp_path, monkeypatch):
     drawn = figures.RunFigures.of(finished(tmp_path / "run"))
     shown = drawn.prediction("darcy")

@@ -159,9 +159,14 @@ class RunFigures:
         validation = {
             name: (list(checks), floats([event["val_nrmse"].get(name) for event in checks.values()])) for name in names
         }
-        ends = {name: fall([step["loss"] for step in steps.values() if whose(step) == name]) for name, _ in terms}
-        told = ", ".join(f"{name} {end['first']:.2g} to {end['last']:.2g}" for name, end in ends.items())
-        title = f"Training loss, from the first tenth of the steps to the last: {told}"
+        totals: dict[tuple[str, str | None], list[float | None]] = {}  # a stage has a loss of its own
+        for step in steps.values():
+            totals.setdefault((whose(step), step.get("stage")), []).append(step["loss"])
+        staged = len({stage for _, stage in totals}) > 1
+        ends = {f"{name} ({stage})" if staged else name: fall(losses) for (name, stage), losses in totals.items()}
+        told = ", ".join(f"{which} {end['first']:.2g} to {end['last']:.2g}" for which, end in ends.items())
+        of = "a stage's" if staged else "the"
+        title = f"Training loss, from the first tenth of {of} steps to the last: {told}"
         if checks:
             told = ", ".join(f"{name} {values[-1]:.2g}" for name, (_, values) in validation.items())
             title += f"; validation {self.said['metric']} after step {next(reversed(checks)):,}: {told}"

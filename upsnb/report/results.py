@@ -84,7 +84,7 @@ def run_numbers(run: Run) -> dict:
         "split": evaluation.get("split"),
         "weights": evaluation.get("weights"),
         "stages": stages(events),
-        "loss": fall([step["loss"] for step in steps]),
+        "loss": fall([step["loss"] for step in steps if step["stage"] == steps[0]["stage"]]),  # others have their own
         "compile_s": round(sum(event["duration_s"] for event in events if event["kind"] == "compile"), 3),
         "data_wait_share": waited_ms / took_ms if steady else None,
         "memory_kind": end.get("memory_kind"),
