@@ -259,6 +259,7 @@ def test_what_did_not_pass_is_left_out_of_the_report_unless_asked_for(tiny_confi
     monkeypatch.setattr(
         gates, "judge", lambda ours, theirs, *bar: {"verdict": "harm", "ratio": 1.5, "ci95": [1.4, 1.6], "samples": 2}
     )
+    monkeypatch.setattr(gates, "harms", lambda *_: True)
     monkeypatch.setattr(gates, "FEWEST", 1)
     train_here(tiny_config(**STAGES), tmp_path)
     looked_at = {stage: runfolder.measured(tmp_path, stage) for stage in ("operator", "finetune", NAME)}
