@@ -249,7 +249,7 @@ def minutes(name: str, reference: Path = REFERENCE) -> list[str]:
             found.append(
                 f"{time_min:.{1 if time_min < 9.95 else 0}f}" + (f" ({', '.join(settings)})" if settings else "")
             )
-    return sorted(found, key=lambda said: "(" in said)  # as it comes first
+    return sorted(found, key=lambda said: "(" in said)  # with its own settings first
 
 
 def flattened(folder: str) -> dict[str, dict]:
