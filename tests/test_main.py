@@ -285,20 +285,21 @@ def test_a_notebook_is_found_by_its_path_and_those_of_the_project_by_their_names
 @pytest.mark.slow
 def test_success_prints_table_figures_and_notebook(tmp_path):
     work = (
-        "import json, pathlib\n"
+        "import ipykernel, json, pathlib\n"
         f"report = {REPORT!r}\n"
         "folder = pathlib.Path(run_folder)\n"
         "(folder / 'report.json').write_text(json.dumps(report))\n"
         "(folder / 'figures').mkdir()\n"
         "(folder / 'figures' / 'loss.png').touch()\n"
         "for k in range(300): print('line', k, flush=True)\n"
-        "print('batch', config.training.batch_size, 'lr', config.optimizer.lr)"
+        "print('batch', config.training.batch_size, 'lr', config.optimizer.lr)\n"
+        "print('by', ipykernel.get_connection_info(unpack=True)['transport'])"
     )
     path = notebook(tmp_path / "n.ipynb", CHECK, work)
     done = execute(path, "-p", "batch_size=3", "-p", "lr=1e-4", "-o", "run {odd}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for expected in ("line 299", "batch 3 lr 0.0001", "0.01235", "persistence 0.9", "training mean 0.7", "321",
-                     "1,234,567", "skipped optimizer_offload: no GPU", "run {odd}/figures/loss.png",
+    for expected in ("line 299", "batch 3 lr 0.0001", "by ipc", "0.01235", "persistence 0.9", "training mean 0.7",
+                     "321", "1,234,567", "skipped optimizer_offload: no GPU", "run {odd}/figures/loss.png",
                      "run {odd}/notebook.ipynb"):  # fmt: skip
         assert expected in done.stdout
     cells = nbformat.read(tmp_path / "run {odd}" / "notebook.ipynb", as_version=4).cells

@@ -184,6 +184,7 @@ def test_only_declared_packages_are_imported():
         "IPython": {"widgets.panel", "widgets.browser"},
         "papermill": {"__main__"},
         "nbclient": {"__main__"},
+        "traitlets": {"__main__"},
         "optuna": {"compare.suggest"},
         "mlflow": {"widgets.export"},
         "wandb": {"widgets.export"},

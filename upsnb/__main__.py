@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -425,25 +426,29 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
     try:
         import papermill  # an extra: a hosted notebook trains without it
         from nbclient.exceptions import DeadKernelError
+        from traitlets.config import Config
     except ImportError as error:
         raise RunError(f"{error.name} is not installed -> pip install -c constraints.txt -e '.[lab]'") from None
     handle.be_headless()
     os.environ |= KEEP_BYTECODE  # the kernel's as well
     try:
-        papermill.execute_notebook(
-            *(str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, executed)),  # it formats paths
-            parameters=parameters,
-            kernel_name="python3",  # of this environment, whatever kernel the notebook was last saved with
-            language="python",
-            cwd=str(runfolder.project_root()),
-            progress_bar=False,
-            stdout_file=sys.stdout,  # log_output would put every line through a logger, and pictures as text
-            stderr_file=sys.stderr,
-            autosave_cell_every=10,
-            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # a warning about TCP greets every run otherwise
-            coalesce_streams=True,  # otherwise every flushed line becomes an output of its own
-            shutdown_kernel="immediate",  # nothing is left to do in it, and asked politely it takes a second
-        )
+        # Files instead of ports: a free port is looked for here and bound by the kernel a second later, when another
+        # process may have it, and the run is lost after a minute's waiting (nteract/papermill#511).
+        with tempfile.TemporaryDirectory(prefix="upsnb-") as sockets:
+            papermill.execute_notebook(
+                *(str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, executed)),  # it formats paths
+                parameters=parameters,
+                kernel_name="python3",  # of this environment, whatever kernel the notebook was last saved with
+                language="python",
+                cwd=str(runfolder.project_root()),
+                progress_bar=False,
+                stdout_file=sys.stdout,  # log_output would put every line through a logger, and pictures as text
+                stderr_file=sys.stderr,
+                autosave_cell_every=10,
+                coalesce_streams=True,  # otherwise every flushed line becomes an output of its own
+                shutdown_kernel="immediate",  # nothing is left to do in it, and asked politely it takes a second
+                config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
+            )
     except papermill.PapermillExecutionError as error:
         if error.ename in INTERRUPTS:  # of the kernel
             raise KeyboardInterrupt from None

@@ -3,11 +3,13 @@
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 from upsnb.runs import runfolder
 
@@ -60,7 +62,10 @@ def execute(tmp_path, monkeypatch):
 
     def run(*sources: str) -> nbformat.NotebookNode:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-        NotebookClient(notebook, kernel_name="colab", resources={"metadata": {"path": tmp_path}}).execute()
+        with tempfile.TemporaryDirectory() as sockets:  # instead of ports, which another test may take meanwhile
+            config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+            where = {"metadata": {"path": tmp_path}}
+            NotebookClient(notebook, kernel_name="colab", resources=where, config=config).execute()
         return notebook.cells[-1].outputs
 
     return run

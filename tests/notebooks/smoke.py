@@ -6,8 +6,11 @@ The notebooks stay as their readers see them. Their presets train for minutes, w
 and assert is the same. In place, not on a copy: paths, kernel folder and kept outputs are then those of the notebook.
 """
 
+import tempfile
+from functools import partial
 from pathlib import Path
 
+import nbval.kernel
 import pytest
 import yaml
 
@@ -54,6 +57,11 @@ OTHERWISE = {  # notebook: parameters beside or instead of the preset
     "10_models": {"preset": "smoke", "time_limit_s": 4.0, "others": ["fno"]},
     "11_sweep": {"preset": "smoke", "grid": {"muon_lr": [2e-3, 4e-3]}, "time_limit_s": 2.0},
 }
+
+
+# Files instead of ports: one that was free when it was looked for may be taken by the time the kernel wants it.
+SOCKETS = tempfile.TemporaryDirectory(prefix="nbval-")
+nbval.kernel.KernelManager = partial(nbval.kernel.KernelManager, transport="ipc", ip=f"{SOCKETS.name}/kernel")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
