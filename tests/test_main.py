@@ -333,6 +333,22 @@ def test_dead_kernel_fails(tmp_path):
     assert (tmp_path / "run" / "notebook.ipynb").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "starts, expected",
+    [("/bin/false", "FAILED: no kernel started"), ("/gone/python", "FAILED: /gone/python: No such file or directory")],
+)
+def test_kernel_that_cannot_start_fails_without_a_traceback(starts, expected, tmp_path, monkeypatch):
+    spec = tmp_path / "kernels" / command.KERNEL / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"argv": [starts, "{connection_file}"], "display_name": "", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    done = execute(notebook(tmp_path / "n.ipynb", "1"), "-o", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == command.FAILED
+    assert expected in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "notebook.ipynb").exists()
+
+
 def test_run_that_failed_fails_although_its_notebook_went_on(tmp_path, monkeypatch, capsys):
     def execute(notebook, executed, parameters):
         runfolder.create(RunConfig(), parameters["run_folder"])

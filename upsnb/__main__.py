@@ -24,6 +24,7 @@ from upsnb.runs.ranks import KEEP_BYTECODE
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
+KERNEL = "python3"  # of this environment, whatever kernel a notebook was last saved with
 CAUSE_LINES = 15  # of an error's message; the executed notebook holds the rest
 EXAMPLES = """examples:
   python -m upsnb run notebooks/01_train.ipynb -f mine.yaml -p lr=1e-3
@@ -438,7 +439,7 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
             papermill.execute_notebook(
                 *(str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, executed)),  # it formats paths
                 parameters=parameters,
-                kernel_name="python3",  # of this environment, whatever kernel the notebook was last saved with
+                kernel_name=KERNEL,
                 language="python",
                 cwd=str(runfolder.project_root()),
                 progress_bar=False,
@@ -457,6 +458,10 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
         return "\n".join([f"cell [{error.exec_count}] raised {lines[0]}", *lines[1:CAUSE_LINES], *more])
     except DeadKernelError:
         return "the kernel died without a word: a crash in compiled code, or killed, often for want of memory"
+    except RuntimeError as error:
+        return f"no kernel started ({error}) -> repair {KERNEL}: `jupyter kernelspec list` tells where it is"
+    except OSError as error:  # a full disk; or a kernel's Python that is there no longer
+        return f"{error.filename or executed}: {error.strerror}"
     return None
 
 
