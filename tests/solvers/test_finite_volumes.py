@@ -12,7 +12,7 @@ from upsnb.data import symmetries
 from upsnb.data.families import FAMILIES
 from upsnb.errors import DataError
 from upsnb.solvers import finite_volumes
-from upsnb.solvers.finite_volumes import GAMMA, burgers, compressible, draw_dam, draw_gas, shallow_water
+from upsnb.solvers.finite_volumes import GAMMA, burgers, compressible, draw_dam, draw_gas, shallow_water, solve_gas
 
 
 def _centres(points: int, low: float = 0.0, high: float = 1.0) -> np.ndarray:
@@ -136,15 +136,32 @@ def test_a_shock_tube_is_the_exact_one():
     assert (errors[0] / errors[1] > 1.6).all()
 
 
-def test_an_entropy_wave_travels_and_its_error_falls_with_the_square_of_the_cells():
+def test_an_entropy_wave_travels_and_its_error_falls_with_the_cube_of_the_cells():
     errors = []
-    for points in (64, 128):
+    for points in (32, 64):
         density = 1 + 0.3 * np.sin(2 * np.pi * _centres(points))
         initial = np.stack([density, 0 * density + 1, 0 * density + 1])
         found = compressible(initial[None], 0, 0, 1 / points, np.array([0, 1.0]))[0, -1]
         np.testing.assert_allclose(found[1:], 1, atol=1e-13)  # a contact moves neither velocity nor pressure
         errors.append(np.abs(found[0] - density).mean())
-    assert errors[0] / errors[1] > 3.4
+    assert errors[0] / errors[1] > 7
+
+
+def test_a_sound_wave_of_sixteen_cells_keeps_its_height():
+    sound, swing = np.sqrt(GAMMA), 1e-3 * np.sin(2 * np.pi * _centres(16))
+    gas = np.tile(np.stack([1 + swing / sound, swing, 1 + sound * swing]), 4)
+    found = compressible(gas[None], 0, 0, 1 / 64, np.array([0, 1 / sound]))[0, -1]  # four of its lengths later
+    np.testing.assert_allclose(found[1], gas[1], atol=1e-4)
+
+
+def test_a_generated_gas_is_that_of_four_times_finer_cells():
+    viscosity, times = {"eta": 0.01, "zeta": 0.01}, np.array([0, 0.5])
+    coarse, fine = (
+        np.stack([list(gas.values()) for gas in solve_gas(1, 0, range(1), viscosity, points, times)])
+        for points in (64, 256)
+    )
+    coarse, fine = coarse[:, :, 1], fine.reshape(1, 3, 2, 64, 4).mean(axis=4)[:, :, 1]  # the first has kinks
+    assert (np.abs(coarse - fine).mean(axis=2) < 1e-3 * np.abs(fine).mean(axis=2)).all()
 
 
 @pytest.mark.parametrize("dims", GASES)
@@ -225,7 +242,7 @@ def round_dam():
 
 
 def test_water_is_conserved_until_waves_reach_the_boundary(round_dam):
-    np.testing.assert_allclose(round_dam.mean(axis=(1, 2)), round_dam[0].mean(), rtol=1e-9)
+    np.testing.assert_allclose(round_dam.mean(axis=(1, 2)), round_dam[0].mean(), rtol=1e-6)
     assert round_dam.min() > 0.3
 
 
@@ -346,13 +363,15 @@ def test_a_published_burgers_flow_follows_from_its_first_frame(shared_data):
 @pytest.mark.parametrize(
     ("file", "viscosity", "frames", "most"),
     [
-        ("1D_CFD_Rand_Eta0.01_Zeta0.01_periodic_Train.hdf5", 0.01, 20, [1e-3, 1e-2, 2e-3]),
+        ("1D_CFD_Rand_Eta0.01_Zeta0.01_periodic_Train.hdf5", 0.01, 20, [1e-3, 5e-3, 1e-3]),
         # Stress has no mixed derivatives there.
         ("2D_CFD_Rand_M0.1_Eta0.01_Zeta0.01_periodic_48_Train.hdf5", 0.01, 1, [5e-3, 0.15, 0.15, 5e-3]),
         ("3D_CFD_Rand_M1.0_Eta1e-08_Zeta1e-08_periodic_Train.hdf5", 1e-8, 4, [0.015, 0.05, 0.05, 0.05, 0.01]),
     ],
 )
-def test_a_published_gas_follows_from_its_first_frame(shared_data, file, viscosity, frames, most):
+def test_a_published_gas_follows_from_its_first_frame(shared_data, monkeypatch, file, viscosity, frames, most):
+    """By slopes that are limited everywhere, as those of the published solver are: else with less diffusion."""
+    monkeypatch.setattr(finite_volumes, "JUMP", -1.0)
     keys = ("density", "Vx", "Vy", "Vz")[: len(most) - 1]
     flow, times = _published(shared_data / file, *keys, "pressure", samples=1)
     dims, points = len(most) - 2, flow.shape[-1]
