@@ -94,7 +94,7 @@ def test_what_is_not_said_of_generated_data_is_its_rows(tmp_path):
     assert name(family="reacdiff1d", generate={"parameters": {"rho": 2.0}}) == (
         "ReacDiff_Nu0.5_rho2_n128_x128_t41_seed0.hdf5"
     )
-    assert name(family="shallowwater2d", generate={"resolution": 16}) == "2D_rdb_n128_x16_t26_seed0.hdf5"
+    assert name(family="shallowwater2d", generate={"resolution": 16}) == "2D_rdb_n128_x16_t26_seed0_v2.hdf5"
     longer = name(family="kuramoto1d", generate={"until": 120.0})
     assert longer == "1D_KuramotoSivashinsky_nu1_n128_x128_t41_until120_seed0.hdf5"
     assert name(family="kuramoto1d", generate={"until": 32.0}) == "1D_KuramotoSivashinsky_nu1_n128_x128_t41_seed0.hdf5"

@@ -193,7 +193,10 @@ def generated_path(config: DatasetConfig, root: Path) -> Path:
     parts += [f"n{made.num_samples}", f"x{made.resolution}", *([f"t{made.num_times}"] if family.time_dependent else [])]
     if made.until not in (None, family.time_range[1]):
         parts.append(f"until{made.until:g}")
-    return root / "generated" / f"{'_'.join(parts)}_seed{made.seed}.hdf5"
+    parts.append(f"seed{made.seed}")
+    if family.edition > 1:
+        parts.append(f"v{family.edition}")
+    return root / "generated" / f"{'_'.join(parts)}.hdf5"
 
 
 def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
