@@ -45,6 +45,7 @@ def keep(folder: Path, name: str, reference: Path = REFERENCE) -> list[Path]:
     papermill = texts[NOTEBOOK]["metadata"]["papermill"]
     if papermill["exception"]:
         raise RunError(f"{executed}: failed -> run it again")
+    texts[NOTEBOOK]["metadata"].pop("widgets", None)  # half a megabyte of panels, in whose place pictures are shown
     roots = {ROOT, Path(papermill["input_path"]).parents[1]}  # of this clone, and of the run's
     texts = {file: relative(value, folder, roots) for file, value in texts.items()}
     left = [f"{file}: {path}" for file, value in texts.items() for path in machine_paths(value)]

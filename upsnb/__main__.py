@@ -460,6 +460,8 @@ def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
         return "the kernel died without a word: a crash in compiled code, or killed, often for want of memory"
     except RuntimeError as error:
         return f"no kernel started ({error}) -> repair {KERNEL}: `jupyter kernelspec list` tells where it is"
+    except BrokenPipeError:  # whoever reads what the cells print has had enough
+        raise
     except OSError as error:  # a full disk; or a kernel's Python that is there no longer
         return f"{error.filename or executed}: {error.strerror}"
     return None

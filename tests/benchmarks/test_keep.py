@@ -34,6 +34,7 @@ def executed(folder: Path, text: str = "", name: str = "01_train", root: Path = 
         "duration": 150.0,
         "exception": None,
     }
+    notebook.metadata.widgets = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
     output = nbformat.v4.new_output("stream", text=f"Run('{folder}', finished)\n{text}")
     picture = nbformat.v4.new_output("display_data", {"image/png": PICTURE, "text/plain": f"{root}/x.png"})
     notebook.cells[-1].outputs = [output, picture]
@@ -76,6 +77,7 @@ def test_paths_of_project_and_run_folder_become_relative_and_pictures_stay(root,
     assert [path.name for path in files] == ["report.json", "notebook.ipynb", "losses.png"]
     kept = json.loads((tmp_path / "kept/quick/notebook.ipynb").read_text())
     papermill = kept["metadata"]["papermill"]
+    assert "widgets" not in kept["metadata"]
     assert papermill["input_path"] == "notebooks/01_train.ipynb"
     assert papermill["output_path"] == "quick-1/notebook.ipynb" and papermill["parameters"]["run_folder"] == "quick-1"
     stream, picture = kept["cells"][-1]["outputs"]

@@ -16,15 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from upsnb.errors import DataError
-from upsnb.solvers.waves import (
-    WINDOW_START,
-    Sample,
-    blocks,
-    draw_waves,
-    initial_state,
-    refuse_negative,
-    window,
-)
+from upsnb.solvers.waves import WINDOW_START, Sample, blocks, draw_waves, initial_state, refuse_negative, window
 
 GAMMA = 5 / 3  # ratio of specific heats, of a gas of single atoms
 GRAVITY = 1.0
