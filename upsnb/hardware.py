@@ -35,7 +35,7 @@ class Hardware:
 
 def detect() -> Hardware:
     """This machine's hardware; asks the driver only and creates no CUDA context."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         memory, capability = properties.total_memory / 2**30, (properties.major, properties.minor)
@@ -43,6 +43,11 @@ def detect() -> Hardware:
         return Hardware("cuda", count, name, memory, cores, capability, "", cpu_has_bf16(), cpu_has_fp16())
     found = _why_no_cuda(), cpu_has_bf16(), cpu_has_fp16()
     return Hardware("cpu", 1, _processor_name(), host_memory_gib(), cores, None, *found)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

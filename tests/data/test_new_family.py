@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from upsnb import overlays
+from upsnb import hardware, overlays
 from upsnb.config import DatasetConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.families import FAMILIES
@@ -106,3 +106,25 @@ def test_generating_says_how_far_it_is(tmp_path, monkeypatch):
     config, said = DatasetConfig.model_validate({"family": "darcy2d", "generate": {"num_samples": 3}}), []
     datasets.ensure_generated(config, tmp_path, said.append)
     assert [line.partition(": ")[2] for line in said] == ["", *(f"{n} of 3 samples" for n in (1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("generate", "cores", "memory_gib", "shared"),
+    [
+        ({"num_samples": 128}, 16, 64.0, 1),  # over before another process has started
+        ({"num_samples": 2048}, 16, 64.0, 16),
+        ({"num_samples": 2048}, 16, 0.5, 4),
+        ({"num_samples": 2048}, 16, 0.0, 1),  # nobody knows
+        ({"num_samples": 5, "resolution": 1024}, 16, 64.0, 5),
+    ],
+)
+def test_as_many_processes_generate_as_there_are_cores_and_memory_for(
+    tmp_path, monkeypatch, generate, cores, memory_gib, shared
+):
+    asked = []
+    monkeypatch.setattr(hardware, "num_cores", lambda: cores)
+    monkeypatch.setattr(hardware, "host_memory_gib", lambda: memory_gib)
+    monkeypatch.setattr(datasets, "generate", lambda *settings: asked.append(settings[-1]))
+    config = DatasetConfig.model_validate({"family": "darcy2d", "generate": generate})
+    datasets.ensure_generated(config, tmp_path, lambda message: None)
+    assert asked == [shared]

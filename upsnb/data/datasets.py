@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # figures of datasets are drawn without torch
 
 Progress = Callable[[str], None]
 PROGRESS_S = 5.0  # between two reports of how much is generated
+SHARED_VALUES = 2**20  # fewer are generated before another process has started
+PROCESS_GIB = 0.1  # of one that solves, before its samples
 CONSTANT = 1e-7  # spread over size, below which float32 keeps nothing of a channel
 MEAN_SAMPLES = 1024  # at most, of which the mean trajectory is the forecast of a baseline
 
@@ -229,8 +231,12 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
             told_s = time.monotonic()
             log(f"generating {path.name}: {done} of {of} samples")
 
+    processes = 1
+    if made.num_samples * sample >= 4 * SHARED_VALUES:
+        most = int(room / (PROCESS_GIB + 8 * sample / 2**30)) or 1  # in float64, and what a step makes of it
+        processes = min(hardware.num_cores(), made.num_samples, most)
     size = made.num_samples, made.parameters, made.resolution, made.num_times
-    generate(family, path, *size, made.seed, made.until, tell)
+    generate(family, path, *size, made.seed, made.until, tell, processes)
 
 
 def generate_missing(config: RunConfig, root: Path, log: Progress = print) -> None:

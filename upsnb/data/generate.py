@@ -12,8 +12,10 @@ import yaml
 
 from upsnb.data.layouts import AXES, Family, cell_centres
 from upsnb.errors import DataError
+from upsnb.solvers.processes import solve
 from upsnb.solvers.waves import Sample
 
+DONE = "done"  # which samples are, in a file that is being made
 DARCY_TIMES = np.arange(10, dtype=np.float32) * np.float32(0.25)  # released files carry them; the one frame is steady
 
 
@@ -55,6 +57,7 @@ def generate(
     seed: int = 0,
     until: float | None = None,
     progress: Callable[[int, int], None] | None = None,
+    processes: int = 1,
 ) -> Path:
     """Write solutions of a family's equation as one file of its layout, in float32.
 
@@ -64,6 +67,7 @@ def generate(
         parameters: those that are not the row's own.
         resolution: grid points per axis; None: the row's, as for `num_times` and `until`, the last of them.
         progress: called with (samples done, of all).
+        processes: how many share the samples.
 
     Raises:
         DataError: impossible settings, or a solution that is not finite.
@@ -81,23 +85,23 @@ def generate(
     plan = Plan(family, num_samples, parameters, resolution, times, seed)
     begin, add = WRITERS[family.layout]
     with _unfinished(path, str(plan)) as handle:
-        if "done" not in handle.attrs:  # begun now
+        if DONE not in handle:  # begun now
             handle.attrs["generator"], handle.attrs["seed"] = "upsnb.data.generate", seed
             if end != family.time_range[1]:  # released files have no such attribute: theirs is the family's
                 handle.attrs["until"] = end
             begin(handle, plan)
-            handle.attrs["done"] = 0
-        done = int(handle.attrs["done"])
-        solutions = family.solve(seed, range(done, num_samples), parameters, resolution, times)
-        for sample, fields in enumerate(solutions, done):
+            handle[DONE] = np.zeros(num_samples, dtype=bool)
+        left = np.flatnonzero(~handle[DONE][:])
+        solutions = solve(family.solve, seed, left, (parameters, resolution, times), processes)
+        for done, (sample, fields) in enumerate(solutions, num_samples - len(left) + 1):
             if not all(np.isfinite(values).all() for values in fields.values()):
                 raise DataError(f"{path}: sample {sample} is not finite -> choose other parameters, or a finer grid")
             add(handle, plan, sample, fields)
-            handle.attrs["done"] = sample + 1
+            handle[DONE][sample] = True
             handle.flush()  # else a killed process leaves nothing that can be read
             if progress is not None:
-                progress(sample + 1, num_samples)
-        del handle.attrs["done"]
+                progress(done, num_samples)
+        del handle[DONE]
     return path
 
 
@@ -167,7 +171,7 @@ def _unfinished(path: Path, plan: str) -> Iterator[h5py.File]:
     part = path.with_name(f".{path.name}.part")
     try:
         handle = h5py.File(part, "a")
-        if handle.attrs.get("plan") != plan:  # nobody's, or of other settings
+        if handle.attrs.get("plan") != plan or DONE not in handle:  # nobody's, of other settings, or an old version's
             handle.close()
             handle = h5py.File(part, "w")
     except BlockingIOError:  # another process is making the same
