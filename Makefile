@@ -1,6 +1,8 @@
 # Every target does its own set-up on a fresh clone: .venv is made once, and again when the pinned versions change.
-PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
-	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+# Those have wheels for these Pythons.
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+	$(p) -c '$(FITS)' 2>/dev/null && echo $(p))))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -68,8 +70,8 @@ compiler:
 		echo "No C++ compiler (g++ or clang++) found: torch.compile on the CPU will not work until one is installed."
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Python 3.11 or newer is needed, and $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)." \
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(FITS)' || { \
+		echo "Python 3.11 to 3.14 is needed, and $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)." \
 		"Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \

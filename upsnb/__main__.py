@@ -199,7 +199,7 @@ def _add_cloud(cloud: argparse.ArgumentParser) -> None:
         added.add_argument("--interruptible", action="store_true", help="bid: who bids more takes it away")
     rented.add_argument("--offer", type=int, metavar="ID", help="of cloud offers (the cheapest)")
     rented.add_argument("--instances", type=int, default=1, metavar="N", help="that share the trainings of 11_sweep")
-    rented.add_argument("--image", help="Docker image with Python 3.11 or newer, its venv, and a C++ compiler")
+    rented.add_argument("--image", help="Docker image with Python 3.11 to 3.14, its venv, and a C++ compiler")
     rented.add_argument(
         "--yes", dest="sure", action="store_true", help="do it; else the command and its price are printed"
     )

@@ -47,7 +47,7 @@ def test_what_is_left_of_a_budget_is_all_that_a_new_machine_may_cost(cloud, kept
 
     def rent(folder, planned, *rest):
         asked.append(planned["budget"])
-        raise RunError("no Python 3.11 or newer -> install one there")
+        raise RunError("no Python 3.11 to 3.14 -> install one there")
 
     monkeypatch.setattr(launches, "rent", rent)
     monkeypatch.setattr(follow, "MOST_FAILURES", 2)

@@ -278,7 +278,7 @@ def test_whatever_fails_before_it_trains_the_instance_is_destroyed(cloud, config
 
 
 def _no_python(self, name):
-    raise RunError("no Python 3.11 or newer -> install one there")
+    raise RunError("no Python 3.11 to 3.14 -> install one there")
 
 
 @pytest.mark.long

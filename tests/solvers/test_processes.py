@@ -15,6 +15,7 @@ from upsnb.data.families import FAMILIES
 from upsnb.data.generate import generate
 from upsnb.data.source import open_source
 from upsnb.errors import DataError
+from upsnb.runs.processes import process_identity
 from upsnb.solvers import processes
 from upsnb.solvers.waves import solve_advection
 
@@ -39,13 +40,6 @@ def _told(seed, samples, parameters, resolution, times):
     """Which process solved it, after more bytes than a pipe holds."""
     for sample in samples:
         yield {"pid": os.getpid(), "u": np.zeros(10**6), "sample": sample}
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("samples", [range(7), [0, 1, 4, 5, 9], [3]], ids=str)
@@ -73,15 +67,15 @@ def test_a_share_is_another_processs_and_none_is_left_behind():
     told = [fields for _, fields in processes.solve(_told, 0, range(4), (0, 0, 0), 2)]
     pids = {fields["pid"] for fields in told}
     assert len(pids) == 2 and os.getpid() not in pids
-    assert not any(map(_running, pids))
+    assert not any(map(process_identity, pids))
 
 
 def test_no_process_outlives_a_caller_that_stops_half_way():
     solved = processes.solve(_told, 0, range(100), (0, 0, 0), 2)
     pid = next(solved)[1]["pid"]
-    assert _running(pid)
+    assert process_identity(pid)
     solved.close()
-    assert not _running(pid)
+    assert not process_identity(pid)
 
 
 def test_a_solvers_error_is_the_callers():
@@ -116,7 +110,7 @@ def test_no_process_outlives_a_caller_that_is_killed(tmp_path):
     )
     pids = set(map(int, done.stdout.split()))
     assert done.returncode == -signal.SIGKILL and pids
-    until(lambda: not any(map(_running, pids)), "some are still there")
+    until(lambda: not any(map(process_identity, pids)), "some are still there")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

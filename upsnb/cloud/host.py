@@ -1,7 +1,8 @@
 """A notebook run on another machine that answers ssh: code and settings go there, the run's folder comes back.
 
-Nothing is asked of that machine but Linux, Python 3.11 and its `venv`. There, each run has a folder of its own with the
-code that it was started with, so that a second one does not change what the first one imports; packages are shared.
+Nothing is asked of that machine but Linux, Python 3.11 to 3.14 and its `venv`. There, each run has a folder of its own
+with the code that it was started with, so that a second one does not change what the first one imports; packages are
+shared.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ MOST_TURNS = 6  # of a pull from a run that goes on writing
 SSH_FAILED = 255  # ssh's own exit code
 KEPT = "cloud.json"  # in a run's folder here: where it trains
 KNOWN = "cloud.known_hosts"  # there too: the key of a machine that was rented for it
-PYTHON = """for p in python3 python3.13 python3.12 python3.11 none; do
-    command -v $p >/dev/null && $p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && break
+PYTHON = """for p in python3 python3.14 python3.13 python3.12 python3.11 none; do
+    command -v $p >/dev/null && $p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' && break
 done
-[ $p != none ] || { echo "no Python 3.11 or newer -> install one there" >&2; exit 3; }
+[ $p != none ] || { echo "no Python 3.11 to 3.14 -> install one there" >&2; exit 3; }
 """
 
 

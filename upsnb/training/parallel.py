@@ -264,7 +264,8 @@ def forget_iteration(module: nn.Module) -> None:
     for state in states:
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.14
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
