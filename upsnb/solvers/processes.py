@@ -100,15 +100,12 @@ def _solved(solver: Callable, seed: int, samples: Sequence[int], rest: tuple) ->
 
 def _main(descriptor: int) -> None:
     """Solve what one message asks for, and send each sample back; an error in place of one is the end."""
-    with Connection(descriptor) as connection:
-        with suppress(BrokenPipeError):  # nobody waits any more
-            try:
-                for numbered in _solved(*connection.recv()):
-                    connection.send(numbered)
-            except BrokenPipeError:
-                raise
-            except Exception as error:
-                connection.send((None, error))
+    with Connection(descriptor) as connection, suppress(ConnectionError):  # nobody waits any more
+        try:
+            for numbered in _solved(*connection.recv()):
+                connection.send(numbered)
+        except Exception as error:
+            connection.send((None, error))
 
 
 if __name__ == "__main__":
