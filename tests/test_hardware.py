@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
+from upsnb.runs.runfolder import project_root
 
 T4 = Hardware("cuda", 1, "T4", 15.0, 2, (7, 5))
 A100 = Hardware("cuda", 1, "A100", 40.0, 12, (8, 0))
@@ -114,3 +118,69 @@ def test_bf16_is_left_out_where_the_cpu_computes_it_slowly_if_that_is_asked_for(
     assert list(skipped) == ["bf16"] and "a laptop has no instructions" in skipped["bf16"]
     for machine in (dataclasses.replace(slow, cpu_has_bf16=True), A100):
         assert phases.skip_missing(overlays.apply(skips, {"training.device": "auto"}), machine)[1] == {}
+
+
+# --- in a container ---------------------------------------------------------------------------------------------------
+
+
+def _grouped(monkeypatch, tmp_path, membership: str, files: dict[str, str]) -> None:
+    """Let this process be in control groups whose tree has these files."""
+    for path, text in files.items():
+        (tmp_path / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / path).write_text(text)
+    (tmp_path / "membership").write_text(membership)
+    monkeypatch.setattr(hardware, "CONTROL_GROUPS", tmp_path / "tree")
+    monkeypatch.setattr(hardware, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**26}[name])
+
+
+MOST = "9223372036854771712"  # what version 1 says of a group without a limit
+GROUPS = {  # what /proc/self/cgroup says, files of the tree -> cores, GiB
+    "none": ("0::/\n", {}, 64, 256),
+    "no limit": ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n"}, 64, 256),
+    "the root of a container": ("0::/\n", {"cpu.max": "400000 100000\n", "memory.max": "17179869184\n"}, 4, 16),
+    "a path of the host's": ("0::/docker/1f\n", {"cpu.max": "150000 100000\n"}, 2, 256),
+    "a group above": ("0::/a/b\n", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 1, 256),
+    "more than there is": ("0::/\n", {"cpu.max": "12800000 100000", "memory.max": "1099511627776"}, 64, 256),
+    "version 1": (
+        "5:cpu,cpuacct:/k\n4:memory:/k\n3:cpuset:/\n0::/\n",
+        {
+            "cpu/k/cpu.cfs_quota_us": "300000",
+            "cpu/k/cpu.cfs_period_us": "100000",
+            "cpu/cpu.cfs_quota_us": "-1",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/k/memory.limit_in_bytes": "8589934592",
+            "memory/memory.limit_in_bytes": MOST,
+        },
+        3,
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_a_containers_share_is_what_there_is(monkeypatch, tmp_path, case):
+    membership, files, cores, memory_gib = GROUPS[case]
+    _grouped(monkeypatch, tmp_path, membership, files)
+    assert (hardware.num_cores(), hardware.host_memory_gib()) == (cores, memory_gib)
+
+
+def test_without_control_groups_there_is_all(monkeypatch, tmp_path):
+    _grouped(monkeypatch, tmp_path, "", {})
+    (tmp_path / "membership").unlink()
+    assert (hardware.num_cores(), hardware.host_memory_gib()) == (64, 256)
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/cpu/cgroup.procs", os.W_OK), reason="makes a group of version 1")
+def test_a_real_groups_quota_is_seen_by_the_process_in_it():
+    group = Path(f"/sys/fs/cgroup/cpu/upsnb-test-{os.getpid()}")
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_quota_us").write_text("100000")
+        asked = "from upsnb import hardware; print(hardware.num_cores())"
+        script = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -c '{asked}'"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=project_root())
+        assert done.stdout == "1\n", done.stderr
+    finally:
+        group.rmdir()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, Problem
 
+CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+UNLIMITED = ("max", "-1")  # as versions 2 and 1 say it
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # there while one is loaded
 
 
@@ -46,8 +52,12 @@ def detect() -> Hardware:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those that it may run on, or the processor time that its container gets."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    times = [*(text.split() for (text,) in _control_group("cpu", "cpu.max"))]
+    times += _control_group("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    quotas = [math.ceil(int(quota) / int(period)) for quota, period in times if quota not in UNLIMITED]
+    return max(1, min([cores, *quotas]))
 
 
 @functools.cache
@@ -244,8 +254,32 @@ def _processor_name() -> str:
 
 
 def host_memory_gib() -> float:
-    """The host's memory; 0 where the system does not say."""
+    """The host's memory, or what this process's container may have of it; 0 where the system does not say."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0.0
+    limits = [*_control_group("memory", "memory.max"), *_control_group("memory", "memory.limit_in_bytes")]
+    return min([host, *(int(limit) for (limit,) in limits if limit not in UNLIMITED)]) / 2**30
+
+
+def _control_group(controller: str, *names: str) -> Iterator[list[str]]:
+    """What these files say in this process's control group, and in each above it, where they are.
+
+    Linux gives each controller a tree in version 1, and all the same one in version 2. In a container the tree's root
+    is the container's own group, whatever the path to it says.
+    """
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for controllers, path in (line.split(":", 2)[1:] for line in lines):
+        if controllers and controller not in controllers.split(","):
+            continue
+        tree = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
+        group = tree / path.lstrip("/")
+        for place in (group, *group.parents):
+            with suppress(OSError):
+                yield [(place / name).read_text().strip() for name in names]
+            if place == tree:
+                break

@@ -20,6 +20,8 @@ from unittest.mock import patch
 
 import torch
 
+from upsnb import hardware
+
 ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
 LEAST = 4  # kernels that are worth a further file, which a further core compiles
 _unfinished: list[Callable[[], None]] | None = None  # of a rehearsal: each waits for the kernels of a graph
@@ -29,6 +31,9 @@ waited_s = 0.0  # at the ends of rehearsals
 @functools.cache
 def prepare() -> None:
     """Make torch compile the kernels of this process fast, from now on."""
+    config = importlib.import_module("torch._inductor.config")
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch goes by the cores that a container sees
+        config.compile_threads = min(config.compile_threads, hardware.num_cores())
     know_vector_units()
     read_strides_off()
     compile_together()
