@@ -34,7 +34,7 @@ from upsnb.training.parallel import Ranks
 PRESETS = {  # params files, on top of each other, and seeds
     "pipeline_ks": (42, 43, 44),
     "pipeline_kolmogorov": (42, 43, 44),
-    "pipeline_darcy": (42,),
+    "pipeline_darcy": (42, 43, 44),
     "pipeline_ks+pipeline_diffusion": (42, 43, 44),
     "pipeline_darcy+pipeline_diffusion": (42,),
 }

@@ -326,3 +326,19 @@ def test_presets_are_names_or_paths(tmp_path, monkeypatch):
     (tmp_path / "params").mkdir()
     write(tmp_path / "params" / "mine.yaml", "seed: 9")
     assert overlays.from_notebook({"preset": "mine"}).training.seed == 9
+
+
+@pytest.mark.parametrize("given", ["quick", "quick.yaml", "params/quick.yaml", "params/quick"])
+def test_params_files_of_the_project_are_found_from_anywhere_and_ones_own_come_first(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    assert overlays.params_path(given).resolve() == (PARAMS / "quick.yaml").resolve()
+    own = tmp_path / given
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("seed: 9")
+    assert overlays.params_path(given).resolve() == own
+
+
+@pytest.mark.parametrize("given", ["qick", "params/qick.yaml"])
+def test_a_params_file_that_is_nowhere_is_missed_where_others_are(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean quick.yaml?" in problems(overlays.read, overlays.params_path(given))

@@ -152,7 +152,8 @@ def _add_folder(to: argparse.ArgumentParser, which: str, **more) -> None:
 
 
 def _add_parameters(to: argparse.ArgumentParser) -> None:
-    to.add_argument("-f", dest="files", type=Path, action="append", default=[], metavar="FILE", help="params file")
+    named = "params file, or the name of one in params/"
+    to.add_argument("-f", dest="files", type=overlays.params_path, action="append", default=[], metavar="FILE", help=named)
     to.add_argument("-p", dest="params", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
 
 

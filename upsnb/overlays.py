@@ -311,7 +311,7 @@ def of_notebook(variables: dict, own: Collection[str], injected: Collection[str]
     plain = (str, int, float, list, tuple, dict, type(None))
     passed_over = {*PARAMETERS, *own, "In", "Out", "exit", "quit", "get_ipython", "open"}
     if variables.get("preset"):
-        path = preset_path(str(variables["preset"]))
+        path = params_path(str(variables["preset"]))
         layers.put(layers.read(path)[0], path)
     names = list(variables)
     if injected is None:
@@ -364,14 +364,16 @@ def project_root() -> Path:
     return here
 
 
-def preset_path(preset: str) -> Path:
-    """A preset's file: a path, or a name in params/; from this folder, one above it, or this project's."""
-    name = preset if preset.endswith((".yaml", ".yml")) else preset + ".yaml"
+def params_path(given: str) -> Path:
+    """A params file: a path, or a name in params/; from this folder, one above it, or this project's."""
+    name = given if given.endswith((".yaml", ".yml")) else given + ".yaml"
     here = Path.cwd()
     folders = [folder / "params" for folder in (here, *here.parents, Path(__file__).resolve().parents[1])]
     folders = [folder for folder in folders if folder.is_dir()]
-    candidates = [Path(name), *(folder.parent / name for folder in folders), *(folder / name for folder in folders)]
-    return next((path for path in candidates if path.is_file()), candidates[-1])
+    below = [Path(given), Path(name)]
+    below += [*(folder.parent / name for folder in folders), *(folder / name for folder in folders)]
+    found = [path for path in below if path.is_file()] or [path for path in reversed(below) if path.parent.is_dir()]
+    return (found or below)[0]
 
 
 def assignments(source: str) -> dict[str, ast.expr | None]:

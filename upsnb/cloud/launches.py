@@ -175,7 +175,7 @@ def command(planned: dict, label: str, script: Path, image: str = vast.IMAGE) ->
 
 def line(preset: str, config: RunConfig, budget: float, interruptible: bool = False) -> str:
     """What to type to see what renting for these settings would do."""
-    base = overlays.load(overlays.preset_path(preset)) if preset else RunConfig()
+    base = overlays.load(overlays.params_path(preset)) if preset else RunConfig()
     own = overlays.difference(base, config)
     given = [word for name, value in {"preset": preset, **own}.items() for word in ("-p", f"{name}={_as_yaml(value)}")]
     asked = ["--budget", f"{budget:g}", *(["--interruptible"] if interruptible else [])]
@@ -315,7 +315,7 @@ def _asked(notebook: Path, given: dict, config: RunConfig) -> dict:
 
     root, notebook, wanted = overlays.project_root().resolve(), notebook.resolve(), [notebook]
     if given.get("preset"):
-        wanted.append(overlays.preset_path(given["preset"]).resolve())
+        wanted.append(overlays.params_path(given["preset"]).resolve())
     if (workload := config.data.workload.rpartition(":")[0]).endswith(".py"):
         wanted.append((root / workload).resolve())
     for path in wanted:

@@ -96,7 +96,7 @@ def read(path: Path, share: str = "") -> Sweep:
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
         layers.problems.append(f"base: got {shown(bases)} -> name a params file, or a list of them")
         bases = []
-    for base in map(overlays.preset_path, bases):
+    for base in map(overlays.params_path, bases):
         layers.put(layers.read(base)[0], base)
     more = values.get("settings") or {}
     if not isinstance(more, dict):
