@@ -152,9 +152,10 @@ def _add_folder(to: argparse.ArgumentParser, which: str, **more) -> None:
 
 
 def _add_parameters(to: argparse.ArgumentParser) -> None:
+    several = {"action": "append", "default": []}
     named = "params file, or the name of one in params/"
-    to.add_argument("-f", dest="files", type=overlays.params_path, action="append", default=[], metavar="FILE", help=named)
-    to.add_argument("-p", dest="params", action="append", default=[], metavar="KEY=VALUE", help="one setting, as YAML")
+    to.add_argument("-f", dest="files", type=overlays.params_path, metavar="FILE", help=named, **several)
+    to.add_argument("-p", dest="params", metavar="KEY=VALUE", help="one setting, as YAML", **several)
 
 
 def _add_data(data: argparse.ArgumentParser) -> None:
