@@ -22,8 +22,8 @@ from keep import ROOT, arguments, save
 
 from upsnb import overlays
 from upsnb.data import datasets
+from upsnb.malloc import MALLOC
 from upsnb.models.geometry import grid_points
-from upsnb.runs import ranks
 from upsnb.runs.throughput import throughput_ratio
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
@@ -93,8 +93,8 @@ def measured(config, name: str) -> dict:
 def main() -> None:
     parser = arguments(__doc__, "wrapper/wrapper.json")
     args = parser.parse_args()
-    if not ranks.MALLOC.items() <= os.environ.items():  # read when a process starts
-        os.execve(sys.executable, (sys.executable, *sys.argv), os.environ | ranks.MALLOC)
+    if not MALLOC.items() <= os.environ.items():  # read when a process starts
+        os.execve(sys.executable, (sys.executable, *sys.argv), os.environ | MALLOC)
     found: dict[str, dict] = {}
     for model in MODELS:
         files = ROOT / "params/minute.yaml", ROOT / f"params/models/{model}.yaml"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from upsnb.config import RunConfig
 from upsnb.errors import RunError
+from upsnb.malloc import MALLOC
 from upsnb.runs import runfolder
 from upsnb.runs.processes import MARK, MEETING, NODE, SEGMENT, STORE
 
@@ -27,13 +28,6 @@ NCCL_TUNING = {  # training.nccl_tuning; read by NCCL when the ranks' communicat
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what ranks speak over; the user's own wins
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the ranks of one machine talk to each other over it
-# glibc hands a freed tensor's pages back to the kernel at once, and the next step faults every one of them in again. It
-# also takes pages of 4 KiB, where by large ones a compiled step on two cores is an eighth faster (docs/LOG.md).
-MALLOC = {
-    "MALLOC_TRIM_THRESHOLD_": str(2**34),
-    "MALLOC_MMAP_THRESHOLD_": str(2**34),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
 # Images of containers forbid Python to keep what it compiles of modules: each process would compile thousands, for 5 s.
 KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 # read by CUDA's allocator when it starts; the second is the older name

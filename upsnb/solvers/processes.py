@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 import numpy as np
 
 from upsnb.errors import DataError
+from upsnb.malloc import MALLOC
 from upsnb.solvers.waves import Sample
 
 
@@ -85,7 +86,7 @@ def _start() -> tuple[Connection, subprocess.Popen]:
             [sys.executable, "-m", __name__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env={**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**MALLOC, **os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # an interrupt is for who asked, who ends this one
         )
     return ours, process
