@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # figures of datasets are drawn without torch
 
 Progress = Callable[[str], None]
 PROGRESS_S = 5.0  # between two reports of how much is generated
-SHARED_VALUES = 2**20  # fewer are generated before another process has started
+SHARED_BYTES = 4 * 2**20  # of a file; less is generated before another process has started
 PROCESS_GIB = 0.1  # of one that solves, before its samples
 CONSTANT = 1e-7  # spread over size, below which float32 keeps nothing of a channel
 MEAN_SAMPLES = 1024  # at most, of which the mean trajectory is the forecast of a baseline
@@ -232,7 +232,7 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
             log(f"generating {path.name}: {done} of {of} samples")
 
     processes = 1
-    if made.num_samples * sample >= 4 * SHARED_VALUES:
+    if made.num_samples * sample >= SHARED_BYTES:
         most = int(room / (PROCESS_GIB + 8 * sample / 2**30)) or 1  # in float64, and what a step makes of it
         processes = min(hardware.num_cores(), made.num_samples, most)
     size = made.num_samples, made.parameters, made.resolution, made.num_times

@@ -81,12 +81,13 @@ def _start() -> tuple[Connection, subprocess.Popen]:
     """A process that waits for what to solve."""
     ours, theirs = Pipe()
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be there
     with closing(theirs):
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env={**MALLOC, **os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**MALLOC, **os.environ, **one_thread, "PYTHONPATH": path},
             start_new_session=True,  # an interrupt is for who asked, who ends this one
         )
     return ours, process
