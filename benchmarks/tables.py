@@ -207,7 +207,7 @@ def workloads(report: Mapping) -> str:
                 "on cores": own.get("cores", found["hardware"]["num_cores"]),
                 "speed": f"{own['samples_per_s']['median']:,.0f} {own['unit']}/s",
                 "phases over none": factor(compared["speedup"]) if compared else "not measured",
-                "their error over its": number(compared["error_ratio"][dataset], 3) if compared else "",
+                "their error over its": _of_seeds(compared, dataset) if compared else "",
                 "a step's memory, predicted [MiB]": number(memory.get("predicted")),
                 "the same, measured [MiB]": number(memory.get("measured")),
                 "`gc.collect()` [ms]": number(found["collecting_ms"], 3),
@@ -215,6 +215,12 @@ def workloads(report: Mapping) -> str:
             }
             rows.append(row)
     return markdown(pd.DataFrame(rows))
+
+
+def _of_seeds(compared: Mapping, dataset: str) -> str:
+    """How the errors compare, mean over seeds, and from which seed to which where there were several."""
+    mean, ends = compared["error_ratio"][dataset], compared.get("error_ratio_range", {}).get(dataset)
+    return number(mean, 3) + (f" ({number(ends[0], 3)} to {number(ends[1], 3)})" if ends else "")
 
 
 def attention(report: Mapping) -> str:

@@ -100,65 +100,77 @@ def check_runnable(config: RunConfig, hardware: Hardware) -> None:
 
 def problems(config: RunConfig, hardware: Hardware) -> list[Problem]:
     """What the machine or this version cannot do of a config."""
-    found, training, pdet = [], config.training, config.operator.pdet
     device = resolve_device(config, hardware)
-    on_cpu, is_half = device == "cpu", training.amp and training.amp_dtype != "float32"
+    found = [*_devices(config, hardware, device), *_of_cuda(config, device), *_formats(config, hardware, device)]
+    return found + _too_large(config, hardware, device) + _not_yet(config)
 
-    def refuse(path: str, why: str, remedy: str) -> None:
-        found.append(Problem(path, why, remedy))
 
+def _devices(config: RunConfig, hardware: Hardware, device: str) -> Iterator[Problem]:
+    """As many devices as are asked for, and what several of them say to each other."""
+    training = config.training
     if training.device != "cpu" and hardware.unusable:
         remedy = "install a driver that fits, or the torch of an older CUDA, or set it to cpu"
-        refuse("training.device", f"the GPU here cannot be used: {hardware.unusable}", remedy)
+        yield Problem("training.device", f"the GPU here cannot be used: {hardware.unusable}", remedy)
     elif device == "cuda" and hardware.device != "cuda":
-        refuse("training.device", "cuda was asked for and there is no CUDA device", "set it to cpu or auto")
+        yield Problem("training.device", "cuda was asked for and there is no CUDA device", "set it to cpu or auto")
     elif training.device != "cpu" and training.ranks_per_node > hardware.num_devices:
         there = f"{hardware.num_devices} x {hardware.device_name}" if hardware.device == "cuda" else "no GPU"
         why = f"{training.ranks_per_node} were asked for and this machine has {there}"
         remedy = f"lower it, or set training.device: cpu to rehearse with {training.num_gpus} CPU processes"
-        refuse("training.num_gpus", why, remedy)
-    if training.nccl_tuning and (on_cpu or training.num_gpus == 1):
-        ranks = "on the CPU" if on_cpu else "on a single device"
-        refuse("training.nccl_tuning", f"NCCL speaks between CUDA devices and this run is {ranks}", "set it to false")
+        yield Problem("training.num_gpus", why, remedy)
+    if training.nccl_tuning and (device == "cpu" or training.num_gpus == 1):
+        ranks = "on the CPU" if device == "cpu" else "on a single device"
+        why = f"NCCL speaks between CUDA devices and this run is {ranks}"
+        yield Problem("training.nccl_tuning", why, "set it to false")
     if training.bf16_gradients and training.num_gpus == 1:
-        refuse("training.bf16_gradients", "a single rank sends its gradients to nobody", "set it to false")
-    if on_cpu and training.expandable_segments:
-        why = "CUDA's allocator has them and this run is on the CPU"
-        refuse("training.expandable_segments", why, "set it to false")
-    if on_cpu and training.compile and training.compile_mode == "reduce-overhead":
+        yield Problem("training.bf16_gradients", "a single rank sends its gradients to nobody", "set it to false")
+
+
+def _of_cuda(config: RunConfig, device: str) -> Iterator[Problem]:
+    """What only CUDA has, asked for on the CPU."""
+    training, attention, off = config.training, config.operator.pdet.attention, "set it to false"
+    if device == "cuda":
+        return
+    if training.expandable_segments:
+        yield Problem("training.expandable_segments", "CUDA's allocator has them and this run is on the CPU", off)
+    if training.compile and training.compile_mode == "reduce-overhead":
         why = "reduce-overhead records CUDA graphs and this run is on the CPU"
-        refuse("training.compile_mode", why, "set it to default")
-    if on_cpu and training.cpu_offload_optimizer:
+        yield Problem("training.compile_mode", why, "set it to default")
+    if training.cpu_offload_optimizer:
         why = "AdamW already steps in host memory, because this run is on the CPU"
-        refuse("training.cpu_offload_optimizer", why, "set it to false")
-    if on_cpu and training.tf32:
+        yield Problem("training.cpu_offload_optimizer", why, off)
+    if training.tf32:
         why = "TensorFloat-32 is a format of CUDA's tensor cores and this run is on the CPU"
-        refuse("training.tf32", why, "set it to false")
+        yield Problem("training.tf32", why, off)
+    if attention == "flex":
+        why = "FlexAttention has no backward pass on the CPU"
+        yield Problem("operator.pdet.attention", why, "set it to sdpa or math")
+    if attention == "efficient":
+        why = "the memory-efficient kernel is CUDA's and this run is on the CPU"
+        yield Problem("operator.pdet.attention", why, "set it to sdpa or flash")
+
+
+def _formats(config: RunConfig, hardware: Hardware, device: str) -> Iterator[Problem]:
+    """Number formats that a device has no instructions for, and kernels that want one of them."""
+    training = config.training
     capability = hardware.compute_capability or (8, 0)  # unknown: as if it had what training wants
     old = f"{hardware.device_name} has compute capability {'.'.join(map(str, capability))}"
     is_old = device == "cuda" and capability < (8, 0)
     if is_old and training.tf32:
-        refuse("training.tf32", f"TensorFloat-32 needs 8.0 and {old}", "set it to false")
+        yield Problem("training.tf32", f"TensorFloat-32 needs 8.0 and {old}", "set it to false")
     if is_old and training.amp and training.amp_dtype == "bfloat16":
         why = f"bfloat16 is computed by tensor cores from 8.0 on, far slower than float32 before, and {old}"
-        refuse("training.amp_dtype", why, "set it to float16")
+        yield Problem("training.amp_dtype", why, "set it to float16")
     # float16 is no phase that could be skipped, and refusing it would end what runs
     if training.on_missing == "skip" and training.amp_dtype == "bfloat16" and (why := slow_halves(config, hardware)):
-        refuse("training.amp", why, "set it to false")
-    if on_cpu and pdet.attention == "flex":
-        why = "FlexAttention has no backward pass on the CPU"
-        refuse("operator.pdet.attention", why, "set it to sdpa or math")
-    if on_cpu and pdet.attention == "efficient":
-        why = "the memory-efficient kernel is CUDA's and this run is on the CPU"
-        refuse("operator.pdet.attention", why, "set it to sdpa or flash")
-    if device == "cuda" and pdet.attention == "flash":
-        if not is_half:
+        yield Problem("training.amp", why, "set it to false")
+    if device == "cuda" and config.operator.pdet.attention == "flash":
+        if not training.amp or training.amp_dtype == "float32":
             why = "flash attention on CUDA takes float16 or bfloat16 and this run computes in float32"
             remedy = "set training.amp to true with one of them, or choose efficient"
-            refuse("operator.pdet.attention", why, remedy)
+            yield Problem("operator.pdet.attention", why, remedy)
         elif is_old:
-            refuse("operator.pdet.attention", f"flash attention needs 8.0 and {old}", "choose efficient")
-    return found + _too_large(config, hardware, device) + _not_yet(config)
+            yield Problem("operator.pdet.attention", f"flash attention needs 8.0 and {old}", "choose efficient")
 
 
 def slow_halves(config: RunConfig, hardware: Hardware) -> str:

@@ -233,6 +233,8 @@ def test_each_example_is_told_in_its_own_unit_and_error():
         "laptop",
     ):
         assert text in row, (text, row)
+    compared["error_ratio_range"] = {"text": [0.97, 1.04]}
+    assert "1.01 (0.97 to 1.04)" in tables.workloads(report).splitlines()[-1]
     trained["cores"] = 1
     report["examples"]["long_context"].pop("compared")
     row = tables.workloads(report).splitlines()[-1]
