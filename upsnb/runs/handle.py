@@ -394,8 +394,13 @@ def start(
         print(f"skipped {phase}: {reason}", flush=True)
     if config.training.num_nodes > 1:
         print(f"waits for {config.training.num_nodes - 1} more: python -m upsnb join {folder}", flush=True)
-    if attached is None:
-        attached = is_headless()
+    return Run(folder, _supervised(folder, is_headless() if attached is None else attached, worker, environment))
+
+
+def _supervised(
+    folder: Path, attached: bool, worker: Path | str | None, environment: Mapping[str, str] | None
+) -> subprocess.Popen:
+    """The supervisor of a new run, which starts its ranks."""
     command = [sys.executable, "-m", "upsnb.runs.supervisor", str(folder)]
     command += ["--attached"] if attached else []
     command += ["--worker", str(Path(worker).absolute())] if worker else []
@@ -419,7 +424,7 @@ def start(
         if ended.stdin is not None:
             ended.stdin.close()
     _supervisors.append(process)
-    return Run(folder, process)
+    return process
 
 
 def start_or_attach(config: RunConfig, folder: Path | str | None = None) -> Run:

@@ -250,53 +250,6 @@ def compressible(initial: np.ndarray, eta: float, zeta: float, cell: float, time
         smearing = CFL * 2.2 * (dims * eta + eta / 3 + zeta) / cell  # stable up to 1 as well, with these differences
         return (crossing + smearing).reshape(-1, values.shape[-1]).max(axis=0) / cell
 
-    def flux(left, right):
-        """HLLC: two outer waves and the contact between them."""
-        u_left, u_right = left[1], right[1]
-        sound_left, sound_right = (np.sqrt(GAMMA * side[-1] / side[0]) for side in (left, right))
-        slowest = np.minimum(u_left - sound_left, u_right - sound_right)
-        fastest = np.maximum(u_left + sound_left, u_right + sound_right)
-        mass_left, mass_right = left[0] * (slowest - u_left), right[0] * (fastest - u_right)
-        contact = right[-1] - left[-1]
-        contact += mass_left * u_left
-        contact -= mass_right * u_right
-        contact /= mass_left - mass_right
-        # The side of the contact on which the face lies, and its outer wave.
-        on_left = contact > 0
-        one_way = slowest.max() > 0 or fastest.min() < 0  # somewhere all waves go one way
-        values, outer = right, fastest
-        np.copyto(values, left, where=on_left)
-        np.copyto(outer, slowest, where=on_left)
-        density, u, pressure = values[0], values[1], values[-1]
-        kinetic = u * u
-        for across in values[2:-1]:
-            kinetic += across * across
-        kinetic *= 0.5 * density
-        energy = pressure / (GAMMA - 1)
-        energy += kinetic
-        # The state between the outer wave and the contact.
-        outward = outer - u
-        squeeze = outward / (outer - contact)
-        push = density * outward
-        push *= contact - u
-        push += pressure
-        energy += (push * contact - pressure * u) / outward
-        energy *= squeeze
-        squeeze *= density
-        if one_way:  # there the face sees the state on its side as it is
-            past = np.where(on_left, outer > 0, outer < 0)
-            for inside, outside in ((squeeze, density), (contact, u), (push, pressure)):
-                inside[past] = outside[past]
-            energy[past] = (pressure / (GAMMA - 1) + kinetic)[past]
-        flux = np.empty_like(values)
-        np.multiply(squeeze, contact, out=flux[0])
-        np.multiply(flux[0], contact, out=flux[1])
-        flux[1] += push
-        np.multiply(flux[0], values[2:-1], out=flux[2:-1])
-        energy += push
-        np.multiply(energy, contact, out=flux[-1])
-        return flux
-
     def stress(flux, ghosted):
         b, c, d, e = (ghosted[:, k : ghosted.shape[1] - 5 + k] for k in range(1, 5))
         middle = (7 * (c[:-1] + d[:-1]) - (b[:-1] + e[:-1])) * (1 / 12)
@@ -315,10 +268,61 @@ def compressible(initial: np.ndarray, eta: float, zeta: float, cell: float, time
 
     # Waves of one cell's width lose this share per unit time; the scheme itself takes far more.
     felt = (eta + zeta) / cell**2 > 1e-4
-    flow = Flow(cell, flux, rate, primitive, stress if felt else None, positive=(0, 1 + dims))
+    flow = Flow(cell, _hllc, rate, primitive, stress if felt else None, positive=(0, 1 + dims))
     state = conserved(np.moveaxis(np.asarray(initial, dtype=np.float64), 0, -1).copy())
     frames = evolve(state, flow, times)
     return np.moveaxis(np.stack([primitive(frame) for frame in frames]), -1, 0)
+
+
+def _hllc(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Flux of an ideal gas through faces, from density, velocities and pressure on either side, which it overwrites.
+
+    HLLC: two outer waves and the contact between them.
+    """
+    u_left, u_right = left[1], right[1]
+    sound_left, sound_right = (np.sqrt(GAMMA * side[-1] / side[0]) for side in (left, right))
+    slowest = np.minimum(u_left - sound_left, u_right - sound_right)
+    fastest = np.maximum(u_left + sound_left, u_right + sound_right)
+    mass_left, mass_right = left[0] * (slowest - u_left), right[0] * (fastest - u_right)
+    contact = right[-1] - left[-1]
+    contact += mass_left * u_left
+    contact -= mass_right * u_right
+    contact /= mass_left - mass_right
+    # The side of the contact on which the face lies, and its outer wave.
+    on_left = contact > 0
+    one_way = slowest.max() > 0 or fastest.min() < 0  # somewhere all waves go one way
+    values, outer = right, fastest
+    np.copyto(values, left, where=on_left)
+    np.copyto(outer, slowest, where=on_left)
+    density, u, pressure = values[0], values[1], values[-1]
+    kinetic = u * u
+    for across in values[2:-1]:
+        kinetic += across * across
+    kinetic *= 0.5 * density
+    energy = pressure / (GAMMA - 1)
+    energy += kinetic
+    # The state between the outer wave and the contact.
+    outward = outer - u
+    squeeze = outward / (outer - contact)
+    push = density * outward
+    push *= contact - u
+    push += pressure
+    energy += (push * contact - pressure * u) / outward
+    energy *= squeeze
+    squeeze *= density
+    if one_way:  # there the face sees the state on its side as it is
+        past = np.where(on_left, outer > 0, outer < 0)
+        for inside, outside in ((squeeze, density), (contact, u), (push, pressure)):
+            inside[past] = outside[past]
+        energy[past] = (pressure / (GAMMA - 1) + kinetic)[past]
+    flux = np.empty_like(values)
+    np.multiply(squeeze, contact, out=flux[0])
+    np.multiply(flux[0], contact, out=flux[1])
+    flux[1] += push
+    np.multiply(flux[0], values[2:-1], out=flux[2:-1])
+    energy += push
+    np.multiply(energy, contact, out=flux[-1])
+    return flux
 
 
 def shallow_water(height: np.ndarray, cell: float, times: np.ndarray) -> np.ndarray:
