@@ -6,7 +6,6 @@ import argparse
 import ast
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -14,16 +13,15 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from upsnb import commands, overlays, plain_yaml
+from upsnb import commands, overlays
 from upsnb.config import RunConfig
-from upsnb.errors import MOST_SHOWN, ConfigError, Problem, RunError, RunFailed, RunTimeout, UpsError, shown
+from upsnb.errors import Problem, RunError, RunFailed, RunTimeout, UpsError
 from upsnb.overlays import as_typed
 from upsnb.runs import handle, runfolder
 from upsnb.runs.handle import INTERRUPTS
 from upsnb.runs.ranks import KEEP_BYTECODE
 
 OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130  # exit codes; 2 is also argparse's
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
 KERNEL = "python3"  # of this environment, whatever kernel a notebook was last saved with
 CAUSE_LINES = 15  # of an error's message; the executed notebook holds the rest
 EXAMPLES = """examples:
@@ -35,6 +33,7 @@ EXAMPLES = """examples:
   python -m upsnb stop my-run                  it saves and ends; resume goes on where it was
   python -m upsnb join outputs/my-run          another machine trains too
   python -m upsnb compare one other            two finished runs
+  python -m upsnb evaluate my-run -f other-data.yaml      its model on data that it was not trained on
   python -m upsnb board                        all runs that are comparable, ranked
   python -m upsnb sweep lr.yaml                train with many settings, or go on with it
   python -m upsnb export my-run --to csv       or tensorboard, wandb, mlflow
@@ -101,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     flipped.add_argument("state", choices=("on", "off"))
     compared = command("compare", "compare two finished runs", commands.compare, first="RUN", second="OTHER")
     _add_folder(compared, "keep report and figures there")
+    judged = command("evaluate", "forecast other data with a run's model, and judge it", commands.evaluate, name="RUN")
+    _add_parameters(judged)
+    judged.add_argument("--which", default="latest", help="its checkpoint: latest, best, previous or epoch")
+    judged.add_argument("--stage", help="of a run of several; else the one that answers")
+    judged.add_argument("--device", default="cpu", help="cpu or cuda")
+    _add_folder(judged, "a new one under outputs/")
     ranked = command("board", "rank models by their test errors, in tables and on a page", commands.board)
     ranked.add_argument("names", nargs="*", metavar="RUN", help="runs, or folders of runs (outputs/)")
     _add_folder(ranked, "a new one under outputs/")
@@ -356,16 +361,7 @@ def read_parameters(
         sources.append((file, values))
         if stands_alone and "preset" in defaults:
             passed["preset"] = ""
-    for param in params:
-        key, separator, text = param.partition("=")
-        source = f"-p {param if param.isprintable() and len(param) <= MOST_SHOWN else shown(param)}"
-        if not separator:
-            given.problems.append(f"{source}: has no value -> write -p key=value")
-            continue
-        try:
-            sources.append((source, {key.strip(): _numbers(plain_yaml.parse(text, "-p"))}))
-        except ConfigError as error:
-            given.problems += [f"{source}: {problem}, or quote it" for problem in error.problems]
+    sources += overlays.settings_of(params, given.problems)
     for source, values in sources:
         if "run_folder" in values:
             given.problems.append(f"{source}: run_folder: is chosen with -o")
@@ -410,15 +406,6 @@ def _defaults(notebook: Path) -> dict:
         except (ValueError, TypeError):  # no plain data, or none that could be made
             defaults[name] = {} if name in RunConfig.model_fields else None
     return defaults
-
-
-def _numbers(value):
-    """The same data with texts such as 1e-4, which YAML wants written 1.0e-4, as numbers."""
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
-    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 # -- execution -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from upsnb import overlays
 from upsnb.config import RunConfig
-from upsnb.errors import DataError, RunError
+from upsnb.errors import ConfigError, DataError, RunError
 from upsnb.overlays import as_typed
 from upsnb.runs import checkpoint_index, cost, handle, runfolder
 from upsnb.runs.handle import Run
@@ -29,6 +29,7 @@ SUMMARISED_BY = {  # modules by the kind of report they write, imported when ask
     "profile": "profile.report",
     "scaling": "compare.scaling",
     "sweep": "compare.sweep",
+    "transfer": "report.transfer",
 }
 SHARED = "11_sweep"  # the notebook whose trainings several machines can share
 LOG_LINES = 25  # of what a failed run said last
@@ -167,6 +168,26 @@ def compare(first: str, second: str, folder: Path | None) -> None:
     print(verdict.summary(report))
     if folder is not None:
         print(*map(as_typed, figures.write_figures(folder).values()), sep="\n")
+
+
+def evaluate(
+    name: str, files: list[Path], params: list[str], folder: Path | None, which: str, stage: str | None, device: str
+) -> None:
+    """Print what a run's model is worth on other data, with figures.
+
+    Args:
+        files, params: what they say over the run's settings.
+    """
+    from upsnb.report import transfer
+
+    asked = overlays.Layers("what is asked of it")
+    for file in files:
+        asked.put(asked.read(file)[0], file)
+    for source, values in overlays.settings_of(params, asked.problems):
+        asked.put(values, source)
+    if asked.problems:
+        raise ConfigError(asked.problems, asked.where)
+    print(summary(transfer.transfer(Run.attach(name), asked.flat(), folder, which, stage, device)))
 
 
 def export(name: str, to: str, folder: Path | None, follow: bool) -> None:

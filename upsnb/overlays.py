@@ -12,8 +12,9 @@ import ast
 import contextlib
 import copy
 import functools
+import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -21,11 +22,12 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from upsnb import config as configs
 from upsnb import plain_yaml
 from upsnb.config import RunConfig, declared, nearest_setting
-from upsnb.errors import MOST_LISTED, ConfigError, Problem, shown
+from upsnb.errors import MOST_LISTED, MOST_SHOWN, ConfigError, Problem, shown
 from upsnb.rules import did_you_mean
 from upsnb.values import section_of
 
 FLAT_ORDER = ("training", "training.query_sampling", "operator.pdet", "operator", "optimizer", "latent", "checkpoint")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")  # what YAML takes for text when dot or sign is missing
 PARAMETERS = ("preset", "run_folder")  # what a notebook's parameters cell defines beside one overlay per section
 CALLED = {"str": "a text", "bool": "true or false", "int": "a whole number", "float": "a number"}  # types, in words
 NAMED = [path for path, kind in declared().items() if typing.get_origin(kind) is dict]  # names are their keys
@@ -353,6 +355,31 @@ def pieces(overlay: dict) -> list[tuple[str, object]]:
         nested = key in RunConfig.model_fields and isinstance(value, dict)
         found += [(f"{key}.{name}", inner) for name, inner in value.items()] if nested else [(key, value)]
     return found
+
+
+def settings_of(params: Sequence[str], problems: list) -> list[tuple[str, dict]]:
+    """What each `-p key=value` of a command line sets, under its own words; what is wrong goes to `problems`."""
+    found = []
+    for param in params:
+        key, separator, text = param.partition("=")
+        source = f"-p {param if param.isprintable() and len(param) <= MOST_SHOWN else shown(param)}"
+        if not separator:
+            problems.append(f"{source}: has no value -> write -p key=value")
+            continue
+        try:
+            found.append((source, {key.strip(): _numbers(plain_yaml.parse(text, "-p"))}))
+        except ConfigError as error:
+            problems += [f"{source}: {problem}, or quote it" for problem in error.problems]
+    return found
+
+
+def _numbers(value):
+    """The same data with texts such as 1e-4, which YAML wants written 1.0e-4, as numbers."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 def project_root() -> Path:

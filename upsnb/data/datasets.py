@@ -271,12 +271,18 @@ def open_all(config: RunConfig, root: Path, log: Progress = print) -> dict[str, 
     return {name: open_dataset(name, config, root / config.data.root, log) for name in config.data.datasets}
 
 
-def open_split(name: str, config: RunConfig, root: Path) -> tuple[Source, dict[str, np.ndarray]]:
-    """Open and check the files of one dataset, and split their samples; arguments as of `open_dataset`."""
-    chosen, split = config.data.datasets[name], config.data.split
+def open_files(name: str, config: RunConfig, root: Path) -> Source:
+    """Open and check the files of one dataset; arguments as of `open_dataset`."""
+    chosen = config.data.datasets[name]
     files = find_files(name, chosen, root) if chosen.files else [generated_path(chosen, root)]
-    reduced = (chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples)
-    source = open_source(family_of(chosen), files, *reduced)
+    return open_source(
+        family_of(chosen), files, chosen.reduced_resolution, chosen.reduced_resolution_t, chosen.num_samples
+    )
+
+
+def open_split(name: str, config: RunConfig, root: Path) -> tuple[Source, dict[str, np.ndarray]]:
+    """The same, and the splits of its samples."""
+    source, split = open_files(name, config, root), config.data.split
     return source, split_samples(source, split.convention, split.validation_fraction, split.test_fraction)
 
 

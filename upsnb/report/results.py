@@ -51,7 +51,7 @@ def run_numbers(run: Run) -> dict:
     start, steps = last.get("start", {}), [event for event in events if event["kind"] == "step"]
     end = end_of_last_launch(events)
     evaluation = read_evaluation(run.folder, events)
-    datasets = _scalar_metrics(evaluation)
+    datasets = scalar_metrics(evaluation)
     samples, train_time_s = samples_seen(steps), end.get("train_time_s")
     steady = [step for step in steps if step["steady"]]
     waited_ms, took_ms = (sum(step[key] for step in steady) for key in ("data_wait_ms", "step_time_ms"))
@@ -126,11 +126,11 @@ def stages(events: list[dict], least: int = 2) -> list[dict]:
     return found
 
 
-def _scalar_metrics(evaluation: dict) -> dict:
-    """{dataset: {"val" or "test": metrics}}: what is one number or one name, what channels reached, and leaks."""
+def scalar_metrics(evaluation: dict) -> dict:
+    """{dataset: {split, short: metrics}}: what is one number or one name, what channels reached, and leaks."""
     return {
         name: {
-            SPLIT_KEYS[split]: {
+            SPLIT_KEYS.get(split, split): {
                 key: value
                 for key, value in result.items()
                 if key in ("per_channel", "leak") or not isinstance(value, (dict, list))

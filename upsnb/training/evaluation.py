@@ -107,16 +107,16 @@ def spread(samples: np.ndarray, fraction: float) -> np.ndarray:
 
 def _forecasts(model, dataset, chosen, twins, config, device) -> Iterator[tuple]:
     """(kind, forecast, truth) of some samples, in physical units."""
-    spec, training_mean = dataset.spec, torch.from_numpy(dataset.training_mean)
+    spec = dataset.spec
     inputs, targets, parameters = read_samples(dataset, chosen, device)
     given, rest = given_and_rest(dataset, inputs, targets)
     if len(twins):
         yield "lookup", given_and_rest(dataset, *read_samples(dataset, twins, device)[:2])[1], rest
         if spec.time_dependent:  # elsewhere it is the baseline
-            yield "training_mean", training_mean[dataset.given_frames :].expand_as(rest), rest
+            yield "training_mean", torch.from_numpy(dataset.training_mean)[dataset.given_frames :].expand_as(rest), rest
     if not spec.time_dependent:
         yield "model", predict(model, dataset, inputs, parameters, config.symmetry_average), targets
-        yield "baseline", training_mean.expand_as(targets), targets
+        yield "baseline", torch.from_numpy(dataset.training_mean).expand_as(targets), targets
         return
     # one call from every start that leaves no gap and no overlap between forecasts, joined along time
     starts = range(0, inputs.shape[1] - spec.input_frames - spec.output_frames + 1, spec.output_frames)
