@@ -174,6 +174,7 @@ class ModelConfig(Section):
     layout: Literal["channels_first", "channels_last"] = "channels_first"  # axes that a plain nn.Module takes and gives
     append_parameters: bool = False  # PDE parameters, and the time step, as constant channels of its input
     source: str = ""  # text of file.py, filled when a run starts: it stays with the run
+    pretrained: PathText | None = None  # run or packed model whose weights a new run begins with, where they fit
 
 
 class TrainingConfig(Section):

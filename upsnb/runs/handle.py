@@ -373,7 +373,7 @@ def start(
         RunError: the folder, or its mirror, holds a run that is alive or one that the config does not continue.
     """
     from upsnb import hardware, phases  # they load torch, which readers of a run do not need
-    from upsnb.training import preflight
+    from upsnb.training import preflight, pretrained
 
     machine, skipped = hardware.detect(), {}
     if config.training.on_missing == "skip":
@@ -381,6 +381,7 @@ def start(
     hardware.check_runnable(config, machine)
     for said in preflight.check(config):
         print(f"warning: {said}", flush=True)
+    pretrained.check(config)
     is_reference = all(getattr(config, name) == getattr(RunConfig(), name) for name in NETWORK)
     if is_reference and hardware.resolve_device(config, machine) == "cpu":
         said = "nothing chose a model, so it is the reference model, which takes a CPU hours"

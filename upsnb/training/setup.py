@@ -204,6 +204,10 @@ class Setup:
             if averages is not None:
                 self.ema.load_state_dict(averages)
 
+    def begin_with(self, weights: dict[str, Tensor]) -> None:
+        """Replace some weights, before the first step, by whole ones of the same names; averages begin with them."""
+        self._take(self.model.state_dict() | weights, {}, None)
+
     def set_learning_rate(self, progress: float) -> float:
         """Bring losses and all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""
         training, self.objective.progress = self.config.training, progress
