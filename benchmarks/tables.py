@@ -160,6 +160,26 @@ def finetune(report: Mapping) -> str:
     return f"{report['time_s']:g} s for each training, {where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
 
 
+def pretrained(report: Mapping) -> str:
+    """What trainings reached that began with another run's weights, beside those that did not."""
+    rows = [
+        {
+            "problem": problem,
+            "begins with": arm,
+            "rollout nRMSE, median": number(median(rolled)),
+            "of each seed": ", ".join(map(number, rolled)),
+            "one call": number(median(row["nrmse_mean"] for row in mine)),
+            "persistence, rollout": number(mine[0]["rollout_persistence_nrmse_mean"]),
+            "steps": number(int(median(row["steps"] for row in mine))),
+        }
+        for problem, each in by(report["rows"], "problem").items()
+        for arm, mine in by(each, "arm").items()
+        if (rolled := [row["rollout_nrmse_mean"] for row in mine])
+    ]
+    told = f"{report['before_s']:g} s for the other run, {report['time_s']:g} s for each training"
+    return f"{told}, {where(report)}.\n\n{markdown(pd.DataFrame(rows))}"
+
+
 def pipeline(report: Mapping) -> str:
     """What each stage reached on the test split, and the verdicts of its gate."""
     rows = []

@@ -82,7 +82,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("missing", ["notebook", "preset", "workload"])
+@pytest.mark.parametrize("missing", ["notebook", "preset", "workload", "weights"])
 def test_what_would_be_missing_there_is_refused_before_anything_is_asked_for(near, tmp_path, monkeypatch, missing):
     notebook, given = project_root() / "notebooks/01_train.ipynb", {}
     config = overlays.load(project_root() / "params/smoke.yaml")
@@ -91,6 +91,8 @@ def test_what_would_be_missing_there_is_refused_before_anything_is_asked_for(nea
     elif missing == "preset":
         (tmp_path / "mine.yaml").write_text("{}")
         given, said = {"preset": str(tmp_path / "mine.yaml")}, "mine.yaml"
+    elif missing == "weights":
+        config, said = overlays.apply(config, {"model.pretrained": str(tmp_path)}), tmp_path.name
     else:
         config, said = overlays.load(overrides={"data.datasets": {}, "data.workload": "mine.py:Mine"}), "mine.py"
     monkeypatch.setattr(Host, "run", lambda *asked: pytest.fail("it was connected to"))

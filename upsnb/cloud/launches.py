@@ -23,7 +23,7 @@ from upsnb.cloud.host import CODE, KEPT, KNOWN, Host
 from upsnb.config import LoggingConfig, RunConfig
 from upsnb.errors import RunError
 from upsnb.report.file import finish
-from upsnb.runs import checkpoint_index, runfolder
+from upsnb.runs import checkpoint_index, handle, runfolder
 from upsnb.runs.files import Shape, read_json, write_json
 
 FORMAT, KIND = 1, "cloud"
@@ -309,7 +309,8 @@ def _asked(notebook: Path, given: dict, config: RunConfig) -> dict:
     """What is to run there: a notebook by its path in the project, and what to pass to it.
 
     Raises:
-        RunError: the notebook, its preset or the file of its workload is in no folder that is sent.
+        RunError: the notebook, its preset, the file of its workload or the run whose weights it begins with is in no
+            folder that is sent.
     """
     from upsnb.models import chosen
 
@@ -318,12 +319,17 @@ def _asked(notebook: Path, given: dict, config: RunConfig) -> dict:
         wanted.append(overlays.params_path(given["preset"]).resolve())
     if (workload := config.data.workload.rpartition(":")[0]).endswith(".py"):
         wanted.append((root / workload).resolve())
+    weights = handle.find(config.model.pretrained).resolve() if config.model.pretrained else None
+    wanted += [weights] if weights else []
     for path in wanted:
         if not any(path.is_relative_to(root / part) for part in CODE):
             sent = ", ".join(f"{part}/" for part in CODE if (root / part).is_dir())
             raise RunError(f"{path}: would be missing there, because only {sent} are sent -> move it into one of them")
+    there = {"pretrained": weights.relative_to(root).as_posix()} if weights else {}
     if source := chosen.with_source(config).model.source:  # of a model of the user's own, whose file is not sent
-        given = {**given, "model": {**given.get("model", {}), "source": source}}
+        there["source"] = source
+    if there:
+        given = {**given, "model": {**given.get("model", {}), **there}}
     return {"notebook": notebook.relative_to(root).as_posix(), "given": given}
 
 
