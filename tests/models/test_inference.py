@@ -9,6 +9,7 @@ import torch
 from upsnb.config import ModelConfig
 from upsnb.errors import DataError
 from upsnb.models import fno, wrapped
+from upsnb.models.geometry import grid_points
 from upsnb.models.inference import AT_ONCE, predict
 
 TRAINED = {"parameter_low": (0.2,), "parameter_high": (0.7,)}
@@ -111,6 +112,42 @@ def test_any_resolution_is_taken(make_spec, make_model, operator, shape):
     spec = make_spec(family, **ONE_VALUE)
     answer = predict(make_model([spec], **operator), frames(spec.input_frames, 1, *shape))
     assert answer.shape == (spec.output_frames, 1, *shape) and np.isfinite(answer).all()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("dataset", "shape"), [("advection", (3, 1, 32)), ("darcy", (1, 1, 16, 16))])
+def test_at_the_cells_of_the_grid_points_say_what_the_grid_says(make_spec, make_model, operator, dataset, shape):
+    model = make_model([make_spec("advection1d", **TRAINED), make_spec("darcy2d", **TRAINED)], **operator)
+    x = frames(AT_ONCE + 2, *shape)
+    cells = grid_points(shape[2:])
+    on_grid = predict(model, x, dataset, 0.4)
+    at_points = predict(model, x, dataset, 0.4, points=cells.numpy())
+    np.testing.assert_allclose(at_points, on_grid.reshape(*on_grid.shape[:3], -1), rtol=1e-4, atol=1e-5)
+    one = predict(model, torch.from_numpy(x[0]), dataset, 0.4, num_frames=1, points=cells[3:5])
+    np.testing.assert_allclose(one, at_points[0, :1, :, 3:5], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("points", "more", "said"),
+    [
+        ([[0.5, 0.5]], {}, r"got shape \(1, 2\) -> give \(points, 1\)"),
+        ([0.5], {}, r"got shape \(1,\)"),
+        ([[1.2]], {}, "outside of 0 to 1"),
+        ([[np.nan]], {}, "outside of 0 to 1"),
+        ([["left"]], {}, "give real numbers"),
+        ([[0.5]], {"num_frames": 5}, "ask for 2 frames at most"),
+    ],
+)
+def test_points_that_cannot_be_asked_for_are_said(waves, points, more, said):
+    with pytest.raises(DataError, match=f"points: .*{said}"):
+        predict(waves, frames(1, 2, 1, 32), points=points, **more)
+
+
+def test_a_model_of_grids_says_that_it_has_no_points(make_spec):
+    specs = {"advection": make_spec("advection1d", **ONE_VALUE)}
+    model = wrapped.Wrapped(specs, fno.FNO, ModelConfig(settings={"width": 4, "modes": 4, "depth": 1}))
+    with pytest.raises(DataError, match="points: .* answers on the grid"):
+        predict(model, frames(1, 2, 1, 32), points=[[0.5]])
 
 
 @pytest.mark.parametrize(("family", "smallest"), [("advection1d", (30,)), ("darcy2d", (16, 14))])

@@ -25,6 +25,7 @@ def predict(
     num_frames: int | None = None,
     members: int | None = None,
     seed: int = 0,
+    points=None,
 ) -> np.ndarray | Tensor:
     """What follows the given frames, or belongs to the given field, in physical units.
 
@@ -38,9 +39,11 @@ def predict(
         num_frames: to predict, each call fed with the forecast before it; None: as many as one call gives.
         members: forecasts of each sample that are drawn, by a model of a stage that draws; None: one, its middle.
         seed: of what is drawn; the same seed gives the same members.
+        points: (Q, S) to predict at instead of the grid, in lengths of the domain, 0 to 1 along each of its S axes; of
+            models that answer anywhere, in one call.
     Returns:
-        (B, num_frames, C_out, *grid) float32, without B for one sample, and (members, ...) of those; a tensor, on its
-        device, if one was given.
+        (B, num_frames, C_out, *grid) float32, or (..., Q) at points, without B for one sample, and (members, ...) of
+        those; a tensor, on its device, if one was given.
     Raises:
         DataError: what cannot be predicted from, with what was found and what to do.
     Warns:
@@ -64,6 +67,7 @@ def predict(
         found = f"got {members!r}" if model.draws else f"{model.called} draws nothing"
         remedy = "give 1 or more" if model.draws else "train a stage that draws (stages.crps), or leave members out"
         raise DataError(f"members: {found} -> {remedy}")
+    places = None if points is None else _places(model, spec, points, num_frames, members)
     for said in (*_far_fields(spec, x), *_far_parameters(spec, values)):
         warnings.warn(f"{said} -> take the answer for a guess", stacklevel=3)  # where Run.predict was called
     device, parts = next(model.parameters()).device, []
@@ -71,7 +75,12 @@ def predict(
         at_once = max(1, AT_ONCE // (members or 1))
         for part, of_part, numbers in zip(*(some.split(at_once) for some in (x, values, torch.arange(len(x))))):
             asked = name, part.to(device), of_part.to(device), spec.dt, int(num_frames)
-            drawn = model.rollout(*asked) if members is None else model.ensemble(*asked, members, numbers, seed)
+            if places is not None:
+                drawn = model(name, part[:, -spec.input_frames :].to(device), *asked[2:4], places.to(device))[
+                    :, :num_frames
+                ]
+            else:
+                drawn = model.rollout(*asked) if members is None else model.ensemble(*asked, members, numbers, seed)
             parts.append(drawn.to(given.device))
     answer = torch.cat(parts, dim=0 if members is None else 1)
     answer = answer.select(0 if members is None else 1, 0) if single else answer
@@ -136,6 +145,23 @@ def _parameters(spec: DatasetSpec, given, count: int) -> Tensor:
     if not values.isfinite().all():
         raise DataError(f"parameters: got {values.flatten().tolist()[:8]} -> give finite values of {names}")
     return values.expand(count, spec.num_parameters)
+
+
+def _places(model: Surrogate, spec: DatasetSpec, given, num_frames: int, members: int | None) -> Tensor:
+    """(Q, S) float32."""
+    if not model.any_points:
+        raise DataError(f"points: {model.called} answers on the grid that it is given -> leave them out")
+    if num_frames > spec.output_frames or members is not None:
+        raise DataError(
+            f"points: {num_frames} frames or an ensemble take several calls, which are fed with whole grids -> leave "
+            f"members out, and ask for {spec.output_frames} frames at most; forecast the frames before on the grid"
+        )
+    places = _numbers("points", given)
+    if places.dim() != 2 or places.shape[1] != spec.num_dims or not len(places):
+        raise DataError(f"points: got shape {tuple(places.shape)} -> give (points, {spec.num_dims})")
+    if not ((places >= 0) & (places <= 1)).all():  # NaN is neither
+        raise DataError("points: some lie outside of 0 to 1 -> give shares of the domain's length along each axis")
+    return places
 
 
 def _far_fields(spec: DatasetSpec, x: Tensor) -> list[str]:

@@ -330,6 +330,7 @@ class Run:
         stage=None,
         members=None,
         seed=0,
+        points=None,
     ):
         """What the trained model says of fields in physical units; `models.inference.predict` describes everything.
 
@@ -344,7 +345,7 @@ class Run:
         now = which, checkpoint_index.read_index(self.folder).get(which), str(device), answers
         if self._loaded is None or self._loaded[0] != now:
             self._loaded = now, self.load_model(which, device, stage)
-        return inference.predict(self._loaded[1], fields, dataset, parameters, num_frames, members, seed)
+        return inference.predict(self._loaded[1], fields, dataset, parameters, num_frames, members, seed, points)
 
     def log_tail(self, num_lines: int = 30) -> str:
         """Last lines of the workers' output."""
