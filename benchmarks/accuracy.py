@@ -25,7 +25,7 @@ from upsnb.data.source import open_source
 from upsnb.report.results import run_numbers
 from upsnb.runs import handle
 from upsnb.training import evaluation, metrics
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 
 TASKS = {"darcy": "params/darcy_5min.yaml", "advection": "params/advection_5min.yaml"}
 DOUBLE = "2D_DarcyFlow_beta1.0_res128.hdf5"

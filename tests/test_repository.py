@@ -57,7 +57,7 @@ STAIRS = {  # the only imports upwards, each inside a function, and why
     ("config", "data.families"): "a config is checked against the table of families",
     ("rules", "data.families"): "and its physics terms against the priors of their rows",
     ("rules", "data.custom"): "and what a row of a user's own says against itself",
-    ("runs.handle", "training.setup"): "a run's folder is where people look for its model, and readers need no torch",
+    ("runs.handle", "training.trained"): "a run's folder is where people look for its model, and readers need no torch",
     ("runs.handle", "training.preflight"): "what is wrong with a model is said before its run has a folder",
 }
 MOST_LINES = 500  # an aim: a file is one subject, and one that a reader takes in

@@ -30,7 +30,8 @@ def reader(kind: str):
     from upsnb.runs import runfolder
     from upsnb.training import checkpoint
     from upsnb.training.parallel import Ranks
-    from upsnb.training.setup import Setup, load_model
+    from upsnb.training.setup import Setup
+    from upsnb.training.trained import load_model
     from upsnb.worker.position import Position
 
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from upsnb.memory import predict
 from upsnb.report import data_report, figures, results
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 
 FIELDS = own_fields()  # (10, 6, 2, 8, 12)
 ORDERS = {"sample": 0, "time": 1, "channel": 2, "x": 3, "y": 4}

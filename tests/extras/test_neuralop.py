@@ -5,7 +5,7 @@ import torch
 
 from upsnb import overlays
 from upsnb.runs import runfolder
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 
 pytest.importorskip("neuralop", reason="neuraloperator is not here -> make test runs this in .extras")
 

@@ -11,7 +11,7 @@ from upsnb.report import pack
 from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.training import packed
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 
 pytest.importorskip("safetensors", reason="safetensors is not here -> make test runs this in .extras")
 

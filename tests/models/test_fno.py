@@ -12,7 +12,7 @@ from upsnb.models.fno import FNO, FourierBlock
 from upsnb.models.wrapped import Wrapped
 from upsnb.runs import handle
 from upsnb.training.losses import FieldObjective
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 
 SETTINGS = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}
 SETTINGS |= {"optimizer.name": "adamw"}

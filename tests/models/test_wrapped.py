@@ -21,7 +21,7 @@ from upsnb.profile.recorder import parameters_by_part
 from upsnb.runs import runfolder
 from upsnb.training import optimizers
 from upsnb.training.muon import Muon
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

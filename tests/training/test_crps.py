@@ -17,7 +17,8 @@ from upsnb.training import gates, stages
 from upsnb.training.evaluation import evaluate_ensembles
 from upsnb.training.losses import CrpsObjective
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, idle_settings, load_model
+from upsnb.training.setup import Setup, idle_settings
+from upsnb.training.trained import load_model
 
 NAME = "crps"
 FNO = {

@@ -17,7 +17,8 @@ from upsnb.runs import handle, runfolder
 from upsnb.training import frozen, gates, stages
 from upsnb.training.diffusion import ConsistencyObjective, DiffusionObjective, RefineObjective
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, load_model
+from upsnb.training.setup import Setup
+from upsnb.training.trained import load_model
 from upsnb.worker import staging
 
 NAME, STUDENT, REFINE = "diff_residual", "consistency_distill", "refine"

@@ -14,7 +14,8 @@ from upsnb.runs import handle
 from upsnb.training import compiling, stages
 from upsnb.training.losses import relative_error
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, load_model
+from upsnb.training.setup import Setup
+from upsnb.training.trained import load_model
 
 NAME = "finetune"
 FNO = {"model": {"build": "upsnb.models.fno:FNO", "settings": {"width": 8, "modes": 4, "depth": 2}}}

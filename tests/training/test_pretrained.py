@@ -9,9 +9,10 @@ import torch
 from upsnb import overlays
 from upsnb.errors import ConfigError
 from upsnb.runs import handle
-from upsnb.training import pretrained
+from upsnb.training import preflight
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, load_model
+from upsnb.training.setup import Setup
+from upsnb.training.trained import load_model
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def begun(config):
     said = []
     setup = Setup.build(config, Path(), Ranks(), lambda message: None)
     drawn = {name: value.clone() for name, value in setup.model.state_dict().items()}
-    pretrained.begin(setup, said.append)
+    setup.begin(said.append)
     return setup, drawn, said
 
 
@@ -61,7 +62,7 @@ def test_a_run_that_has_begun_goes_on_without_the_other_one(tiny_config, train_h
     assert first < other_first, "it knows these data"
     shutil.rmtree(other)
     longer = overlays.apply(config, {"checkpoint.resume": True, "stages.operator.epochs": 3})
-    pretrained.check(longer)
+    assert preflight.check(longer) == []
     said = [event["message"] for event in train_here(longer, tmp_path / "run") if event["kind"] == "progress"]
     assert said[-1].startswith("resumed at step") and sum("begins with" in message for message in said) == 1
 

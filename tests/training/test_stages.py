@@ -10,7 +10,7 @@ from upsnb.runs import runfolder
 from upsnb.runs.handle import Run
 from upsnb.training import stages
 from upsnb.training.losses import FieldObjective
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 from upsnb.worker import staging
 
 NAME = "diff_residual"  # in its place

@@ -14,7 +14,8 @@ from upsnb.runs import runfolder
 from upsnb.training.fields import Fields
 from upsnb.training.losses import UPSObjective
 from upsnb.training.parallel import Ranks
-from upsnb.training.setup import Setup, load_model
+from upsnb.training.setup import Setup
+from upsnb.training.trained import load_model
 from upsnb.worker import flips, guard_policies, guards
 from upsnb.worker.guard_policies import OFFLOAD, OffloadTrial
 

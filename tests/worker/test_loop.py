@@ -148,7 +148,7 @@ def test_query_sampling_that_samples_nothing_is_said(finished):
 
 
 def test_the_model_can_be_loaded_from_the_folder(finished):
-    from upsnb.training.setup import load_model
+    from upsnb.training.trained import load_model
 
     folder, _, config = finished
     model = load_model(folder)

@@ -104,7 +104,7 @@ HEAD = ("| dataset | equation | given | forecast | grid | parameters |", "|---|-
 USE = """With upsnb:
 ```python
 from upsnb.models.inference import predict
-from upsnb.training.setup import load_model
+from upsnb.training.trained import load_model
 
 predict(load_model("this folder"), fields, "{name}", parameters=parameters)
 ```

@@ -315,9 +315,9 @@ class Run:
         Raises:
             RunError: there is no such checkpoint or stage, or none that is whole; or this machine has no such device.
         """
-        from upsnb.training import setup  # loads torch, which readers of a run do not need
+        from upsnb.training import trained  # loads torch, which readers of a run do not need
 
-        return setup.load_model(self.folder, which, device, stage)
+        return trained.load_model(self.folder, which, device, stage)
 
     def predict(
         self,
@@ -374,7 +374,7 @@ def start(
         RunError: the folder, or its mirror, holds a run that is alive or one that the config does not continue.
     """
     from upsnb import hardware, phases  # they load torch, which readers of a run do not need
-    from upsnb.training import preflight, pretrained
+    from upsnb.training import preflight
 
     machine, skipped = hardware.detect(), {}
     if config.training.on_missing == "skip":
@@ -382,7 +382,6 @@ def start(
     hardware.check_runnable(config, machine)
     for said in preflight.check(config):
         print(f"warning: {said}", flush=True)
-    pretrained.check(config)
     is_reference = all(getattr(config, name) == getattr(RunConfig(), name) for name in NETWORK)
     if is_reference and hardware.resolve_device(config, machine) == "cpu":
         said = "nothing chose a model, so it is the reference model, which takes a CPU hours"

@@ -22,7 +22,7 @@ from upsnb.errors import ConfigError, DataError, Problem, UpsError
 from upsnb.hardware import Hardware
 from upsnb.models.surrogate import Surrogate, count_parameters
 from upsnb.phases import Phase, Verdict
-from upsnb.training import compiling, precision, stages, workload
+from upsnb.training import compiling, precision, stages, trained, workload
 from upsnb.training.losses import ESTABLISHED, Objective
 
 BATCH, FEWEST = 2, 16  # fields of one trial; points that no axis of a thinned grid falls below
@@ -54,12 +54,15 @@ def check(config: RunConfig) -> list[str]:
     """What is to be said of the model of a config before it is trained; nothing of UPS, which is tested here.
 
     Raises:
-        ConfigError: it cannot be trained; every reason at once.
+        ConfigError: it cannot be trained, every reason at once; or it cannot begin with the weights that it is to.
     """
-    if config.model.build == RunConfig().model.build:
+    is_ours = config.model.build == RunConfig().model.build
+    begins = config.model.pretrained is not None and not config.checkpoint.resume  # what goes on has its own
+    if is_ours and not begins or (objective := untrained(config)) is None:
         return []
-    objective = untrained(config)
-    return [] if objective is None else examine(objective, config).raise_errors(config)
+    if begins:
+        trained.pretrained(config, objective.model.state_dict())
+    return [] if is_ours else examine(objective, config).raise_errors(config)
 
 
 def untrained(config: RunConfig) -> Objective | None:

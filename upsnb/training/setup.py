@@ -12,19 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from upsnb import config as configs
 from upsnb import hardware, overlays
 from upsnb.config import RunConfig
 from upsnb.data.batch import TensorBatch
 from upsnb.data.batches import Loader
 from upsnb.data.datasets import Dataset
-from upsnb.errors import ConfigError, RunError
+from upsnb.errors import ConfigError
 from upsnb.models import surrogate
 from upsnb.models.network import Network
 from upsnb.models.ups import needs_inverse_heads
 from upsnb.phases import HOT, LOADER, is_cold
 from upsnb.spans import BACKWARD, FORWARD, OPTIMIZER, span
-from upsnb.training import checkpoint, compiling, gates, optimizers, packed, parallel, precision, preflight, stages
+from upsnb.training import checkpoint, compiling, gates, optimizers, parallel, precision, preflight, stages, trained
 from upsnb.training.kernels import rehearsal
 from upsnb.training.losses import ESTABLISHED, Objective, turn
 from upsnb.training.parallel import Ranks
@@ -204,9 +203,13 @@ class Setup:
             if averages is not None:
                 self.ema.load_state_dict(averages)
 
-    def begin_with(self, weights: dict[str, Tensor]) -> None:
-        """Replace some weights, before the first step, by whole ones of the same names; averages begin with them."""
-        self._take(self.model.state_dict() | weights, {}, None)
+    def begin(self, log: Callable[[str], None]) -> None:
+        """Take the weights that a new run is to begin with, if its config names any; averages begin with them."""
+        if self.config.model.pretrained is not None:
+            own = self.model.state_dict()
+            taken = trained.pretrained(self.config, own)
+            self._take(own | taken, {}, None)
+            log(trained.told(self.config, own, taken))
 
     def set_learning_rate(self, progress: float) -> float:
         """Bring losses and all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""
@@ -454,45 +457,3 @@ def idle_settings(setup: Setup) -> list[str]:
         or_skip = ", or on_missing to skip" if training.amp_dtype == "bfloat16" else ""
         said.append(f"{why} -> set training.amp to false{or_skip}")
     return said
-
-
-def load_model(
-    folder: Path | str, which: str = "latest", device: torch.device | str = "cpu", stage: str | None = None
-) -> Network:
-    """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
-
-    Or of a folder that `report.pack` wrote, which holds one model.
-
-    Args:
-        which: checkpoint, by its role: latest, previous, best or epoch.
-        stage: one that has ended, with the weights it ended with; None: of a run of several the one that answers for
-            it (`gates.answering`), where `which` is not said either.
-    Raises:
-        RunError: the folder has no such checkpoint or stage, or none that is whole; or this machine has no such device.
-    """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        found = str(error).splitlines()[0]
-        raise RunError(f"device {str(device)!r} cannot be used here ({found}) -> choose cpu, or another one") from None
-
-    if (Path(folder) / packed.WEIGHTS).exists():
-        return packed.load(Path(folder), device)
-
-    def weights_only(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(shape, dtype=dtype, device=device) if path[1] in ("model", "ema") else None
-
-    state = checkpoint.load(folder, which, allocate=weights_only)
-    if state is None:
-        raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
-    with checkpoint.as_saved(f"{folder}/{state['name']}"):
-        config = configs.parse(state["config"], f"the checkpoint in {folder}")
-        trained = state["position"].get("stage", stages.OPERATOR)
-        wanted = stage or (which == "latest" and gates.answering(Path(folder))) or trained
-        model = stages.saved_model(config, state["specs"], wanted).to(device)
-        if stage or wanted != trained:
-            model.load_state_dict(gates.kept(Path(folder), wanted))
-        else:
-            weights, ema = state["setup"]["model"], state["setup"]["ema"]
-            model.load_state_dict(weights if ema is None else weights | ema["average"])
-    return model.eval()

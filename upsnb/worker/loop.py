@@ -23,7 +23,7 @@ from upsnb.profile.recorder import Profiler, parameters_by_part
 from upsnb.runs import runfolder
 from upsnb.runs.runfolder import EventWriter, Heartbeat, Launch
 from upsnb.spans import DATA, outside_step, span
-from upsnb.training import checkpoint, evaluation, parallel, preflight, pretrained, stages
+from upsnb.training import checkpoint, evaluation, parallel, preflight, stages
 from upsnb.training.compiling import CompileClock, CompileCounter
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup, idle_settings
@@ -142,7 +142,7 @@ class Loop:
         room = checkpoint.room_for(self.setup.model)
         state = checkpoint.load(self.folder, ranks=self.ranks, allocate=room) if self.config.checkpoint.resume else None
         if state is None:
-            return pretrained.begin(self.setup, self._report_progress)
+            return self.setup.begin(self._report_progress)
         with checkpoint.as_saved(f"{self.folder}/{state['name']}"):
             self.setup.load_state_dict(state["setup"])
             self.position = Position.of(state["position"])

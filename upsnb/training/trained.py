@@ -1,0 +1,94 @@
+"""Models that were trained: the one of a run's folder, and its weights for another run to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from upsnb import config as configs
+from upsnb.config import RunConfig
+from upsnb.errors import ConfigError, RunError
+from upsnb.models.network import Network
+from upsnb.runs import handle
+from upsnb.training import checkpoint, gates, packed, stages
+
+SETTING = "model.pretrained"
+MOST_NAMED = 8  # parts that are new
+
+
+def load_model(
+    folder: Path | str, which: str = "latest", device: torch.device | str = "cpu", stage: str | None = None
+) -> Network:
+    """The trained model of a run folder, in evaluation mode, with averaged weights where the run kept them.
+
+    Or of a folder that `report.pack` wrote, which holds one model.
+
+    Args:
+        which: checkpoint, by its role: latest, previous, best or epoch.
+        stage: one that has ended, with the weights it ended with; None: of a run of several the one that answers for
+            it (`gates.answering`), where `which` is not said either.
+    Raises:
+        RunError: the folder has no such checkpoint or stage, or none that is whole; or this machine has no such device.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        found = str(error).splitlines()[0]
+        raise RunError(f"device {str(device)!r} cannot be used here ({found}) -> choose cpu, or another one") from None
+
+    if (Path(folder) / packed.WEIGHTS).exists():
+        return packed.load(Path(folder), device)
+
+    def weights_only(path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device=device) if path[1] in ("model", "ema") else None
+
+    state = checkpoint.load(folder, which, allocate=weights_only)
+    if state is None:
+        raise RunError(f"{folder}: has no checkpoint yet -> wait for its first one")
+    with checkpoint.as_saved(f"{folder}/{state['name']}"):
+        config = configs.parse(state["config"], f"the checkpoint in {folder}")
+        trained = state["position"].get("stage", stages.OPERATOR)
+        wanted = stage or (which == "latest" and gates.answering(Path(folder))) or trained
+        model = stages.saved_model(config, state["specs"], wanted).to(device)
+        if stage or wanted != trained:
+            model.load_state_dict(gates.kept(Path(folder), wanted))
+        else:
+            weights, ema = state["setup"]["model"], state["setup"]["ema"]
+            model.load_state_dict(weights if ema is None else weights | ema["average"])
+    return model.eval()
+
+
+# -- to begin with -------------------------------------------------------------------------------------------------
+
+
+def pretrained(config: RunConfig, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the run or packed model that a config names which fit `own` by name and shape.
+
+    They are those that it answers with, averaged where it kept averages.
+
+    Raises:
+        ConfigError: there is no such run, it has no weights, or none of them fits.
+    """
+    named = config.model.pretrained
+    try:
+        known = load_model(handle.find(named)).state_dict()
+    except RunError as error:
+        raise ConfigError([f"{SETTING}: {error}"], "the configuration") from None
+    fit = {name: value for name, value in known.items() if name in own and own[name].shape == value.shape}
+    if not fit:
+        found = f"{named} has no weights of a name and shape that this model has"
+        remedy = "build the same model: model, latent and operator as in its config.yaml"
+        raise ConfigError([f"{SETTING}: {found} -> {remedy}"], "the configuration")
+    return fit
+
+
+def told(config: RunConfig, own: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> str:
+    """What a run begins with, and which parts of it were drawn."""
+    sizes = {name: value.numel() for name, value in own.items()}
+    share = sum(sizes[name] for name in taken) / sum(sizes.values())
+    new = dict.fromkeys(".".join(name.split(".")[:2]) for name in own if name not in taken)
+    rest = f"; drawn anew: {', '.join([*new][:MOST_NAMED])}{', ...' * (len(new) > MOST_NAMED)}" if new else ""
+    return f"begins with weights of {config.model.pretrained}, {share:.1%} of all numbers{rest}"
