@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from upsnb import config as configs
+from upsnb import hardware
 from upsnb.config import RunConfig
 from upsnb.errors import ConfigError, RunError
 from upsnb.models.network import Network
@@ -39,6 +40,7 @@ def load_model(
         found = str(error).splitlines()[0]
         raise RunError(f"device {str(device)!r} cannot be used here ({found}) -> choose cpu, or another one") from None
 
+    torch.set_num_threads(min(torch.get_num_threads(), hardware.num_cores()))  # torch sees cores that a container lacks
     if (Path(folder) / packed.WEIGHTS).exists():
         return packed.load(Path(folder), device)
 

@@ -9,7 +9,7 @@ import torch
 from upsnb import overlays
 from upsnb.errors import ConfigError
 from upsnb.runs import handle
-from upsnb.training import preflight
+from upsnb.training import preflight, trained
 from upsnb.training.parallel import Ranks
 from upsnb.training.setup import Setup
 from upsnb.training.trained import load_model
@@ -80,3 +80,17 @@ def test_what_it_could_not_begin_with_is_refused_before_anything_starts(tiny_con
     with pytest.raises(ConfigError, match=said):
         handle.start(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_whoever_loads_a_model_computes_with_the_cores_that_there_are(before, monkeypatch):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        monkeypatch.setattr(trained.hardware, "num_cores", lambda: 3)
+        load_model(before)
+        assert torch.get_num_threads() == 3
+        monkeypatch.setattr(trained.hardware, "num_cores", lambda: 8)
+        load_model(before)
+        assert torch.get_num_threads() == 3, "somebody may want fewer"
+    finally:
+        torch.set_num_threads(threads)
