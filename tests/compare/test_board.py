@@ -91,6 +91,7 @@ def test_failed_and_diverged_runs_are_counted(tmp_path):
         {"terms": {"training data": "90 samples, 0 +- 1"}},
         {"settings": {"stages.operator.epochs": 77}},
         {"settings": {"training.time_limit_s": 60.0}},
+        {"settings": {"model.pretrained": "another-run"}},
     ],
     ids=str,
 )

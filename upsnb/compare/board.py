@@ -123,6 +123,8 @@ def machine(config: RunConfig, manifest: Mapping) -> str:
 def budget(config: RunConfig, manifest: Mapping) -> str:
     """What a run was allowed to spend in all stages: passes over the data, and by the clock time on that machine."""
     epochs = " + ".join(f"{getattr(config.stages, name).epochs} epochs" for name in config.stages.planned)
+    if config.model.pretrained is not None:  # whose training was spent as well
+        epochs += f" after those of {config.model.pretrained}"
     limits = [config.limit_s(name) for name in config.stages.planned]
     return epochs if None in limits else f"{sum(limits):g} s on {machine(config, manifest)}, at most {epochs}"
 

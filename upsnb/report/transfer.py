@@ -26,7 +26,7 @@ from upsnb.data.source import Source
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, DataError, Problem
 from upsnb.models.surrogate import Surrogate
-from upsnb.report import results, style
+from upsnb.report import results
 from upsnb.report.figures import RunFigures, read_evaluation
 from upsnb.report.file import finish, number
 from upsnb.rules import did_you_mean
@@ -84,6 +84,7 @@ def transfer(
     """
     own = run.current_config
     config = overlays.resolve(dict(changes), base=own, where="what is asked of it")
+    settings = overlays.difference(own, config)
     model, root = run.load_model(which, device, stage), runfolder.project_root()
     chosen = {name: config.data.datasets[name] for name in _asked(own, config, model)}
     config = config.model_copy(update={"data": config.data.model_copy(update={"datasets": chosen})})
@@ -114,9 +115,9 @@ def transfer(
         "about": about,
         "datasets": {name: scores[name] | beside.get(name, {}) for name in scores},
         "ensembles": {name: {key: drawn[key] for key in OF_ENSEMBLES} for name, drawn in ensembles.items()},
-        "settings": overlays.difference(own, overlays.resolve(dict(changes), base=own)),
+        "settings": settings,
     }
-    style.save_all({k: draw() for k, draw in RunFigures(folder, config, [], SPLIT, found).all().items()}, folder)
+    results.write_figures(RunFigures(folder, config, [], SPLIT, found))
     finish(report, folder)
     return folder
 
@@ -156,31 +157,27 @@ def _open(name: str, own: RunConfig, config: RunConfig, model: Surrogate, root: 
     _check_times(where, source, frames, chosen, spec, own.training.time_stride)
     if why := model.refuses(name, source.grid_shape):
         raise DataError(f"{where}: has a grid of {' x '.join(map(str, source.grid_shape))} -> {why}")
-    home, parts = _home(name, own, config, root), {}
-    if home is not None and home[0].grid_shape == source.grid_shape:
-        everything = _keys(source, np.arange(source.num_samples))
-        parts = {split: np.isin(everything, _keys(home[0], samples)) for split, samples in home[1].items()}
-    seen = sum(
-        (parts[split] for split in ("train", "validation") if split in parts), np.zeros(source.num_samples, bool)
-    )
-    samples = np.flatnonzero(~seen)
+    everything, seen = np.arange(source.num_samples), np.zeros(source.num_samples, bool)
+    home, of_test = _home(name, own, config, replace(spec, grid_shape=source.grid_shape), root), False
+    if home is not None:
+        keys = _keys(source, everything)
+        parts = {split: np.isin(keys, _keys(home.source, samples)) for split, samples in home.splits.items()}
+        seen, of_test = parts["train"] | parts["validation"], bool(parts["test"].any())
+    samples = everything[~seen]
     if not len(samples):
         raise DataError(f"{where}: all {source.num_samples} samples were seen in training -> name other data")
-    trained = (
-        Dataset(name, *home, np.arange(0, home[0].num_times, own.training.time_stride), spec, False) if parts else None
-    )
     about = {
         "files": [path.name for path in source.files],
         "grid": list(source.grid_shape),
         "trained_grid": list(spec.grid_shape),
         "samples": len(samples),
-        "seen": int(seen.sum()) if parts else None,  # not known where grids differ, or what was trained on is not here
+        "seen": None if home is None else int(seen.sum()),  # None: nobody can say
         "parameters": _ranges(spec, *(end(source.parameters[samples], axis=0) for end in (np.min, np.max))),
         "trained_parameters": _ranges(spec, spec.parameter_low, spec.parameter_high),
     }
     splits = {"train": samples, SPLIT: samples}
-    judged = Judged(name, source, splits, frames, replace(spec, grid_shape=source.grid_shape), False, home=trained)
-    return judged, about, bool(parts and parts["test"][samples].any())
+    judged = Judged(name, source, splits, frames, replace(spec, grid_shape=source.grid_shape), False, home)
+    return judged, about, of_test
 
 
 def _ranges(spec: DatasetSpec, low: Sequence[float], high: Sequence[float]) -> dict[str, list[float]]:
@@ -202,14 +199,16 @@ def _check_times(
         raise DataError(f"{where}: has {len(frames)} frames, and {needed} are needed -> name longer trajectories")
 
 
-def _home(name: str, own: RunConfig, config: RunConfig, root: Path) -> tuple[Source, dict[str, np.ndarray]] | None:
-    """What the run was trained on, at the asked stride, and its splits; None where it is not here or has no such."""
+def _home(name: str, own: RunConfig, config: RunConfig, spec: DatasetSpec, root: Path) -> Dataset | None:
+    """What the run was trained on, at the asked stride; None where it is not here, or lies on another grid then."""
     same = {"reduced_resolution": config.data.datasets[name].reduced_resolution}
     rows = own.data.datasets | {name: own.data.datasets[name].model_copy(update=same)}
     at_stride = own.model_copy(update={"data": own.data.model_copy(update={"datasets": rows})})
     for folder in (own.data.root, config.data.root):  # where it was, or where the others have moved
         with suppress(DataError):
-            return datasets.open_split(name, at_stride, root / folder)
+            source, splits = datasets.open_split(name, at_stride, root / folder)
+            frames = np.arange(0, source.num_times, own.training.time_stride)
+            return Dataset(name, source, splits, frames, spec, False) if source.grid_shape == spec.grid_shape else None
     return None
 
 
