@@ -26,7 +26,7 @@ def begun(config):
     said = []
     setup = Setup.build(config, Path(), Ranks(), lambda message: None)
     drawn = {name: value.clone() for name, value in setup.model.state_dict().items()}
-    setup.begin(said.append)
+    assert setup.begin(said.append) == [], "the same split"
     return setup, drawn, said
 
 
@@ -50,6 +50,17 @@ def test_for_other_data_the_operator_is_taken_and_what_speaks_for_them_is_drawn(
     for name, value in setup.model.state_dict().items():
         assert torch.equal(value, (drawn if "ground" in name else known)[name]), name
     assert "encoders.ground" in said and "decoders.ground" in said and "operator" not in said
+
+
+def test_test_samples_that_the_other_run_was_trained_on_are_counted(tiny_config, before):
+    turned = {"data.split.convention": "last", "model.pretrained": str(before)}
+    setup = Setup.build(tiny_config(("advection",), **turned), Path(), Ranks(), lambda message: None)
+    count = len(setup.datasets["advection"].splits["test"])
+    (doubt,) = setup.begin(lambda message: None)
+    assert doubt.startswith(f"advection: {count} of {count} test samples were seen by {before} in training -> ")
+    other = {"data.datasets.advection.generate.seed": 3, **turned}
+    setup = Setup.build(tiny_config(("advection",), **other), Path(), Ranks(), lambda message: None)
+    assert setup.begin(lambda message: None) == []
 
 
 def test_a_run_that_has_begun_goes_on_without_the_other_one(tiny_config, train_here, before, tmp_path):

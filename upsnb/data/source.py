@@ -1,5 +1,6 @@
 """Samples out of files: a lazy reader, and named splits. No torch in here."""
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -339,6 +340,16 @@ def initial_states(source: Source, samples: np.ndarray) -> np.ndarray:
     spread = known.std(axis=0)
     parameters = (known[samples] - known.mean(axis=0)) / np.where(spread > 0, spread, 1)
     return np.concatenate([states.reshape(len(states), -1), parameters.astype(np.float32)], axis=1)
+
+
+def identities(source: Source, samples: np.ndarray) -> np.ndarray:
+    """What tells samples apart whatever their file is called, (n,) uint64: a hash of first frame and parameters."""
+    found = []
+    for block, frames in source.blocks(samples, np.zeros(1, int)):
+        for state, parameters in zip(source.read(block, frames)[0], source.parameters[block], strict=True):
+            text = state.tobytes() + np.asarray(parameters, np.float32).tobytes()
+            found.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+    return np.array(found, np.uint64)
 
 
 def first_alike(states: np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ split is at its end. The run's own errors stand beside.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from upsnb.config import DatasetConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.datasets import Dataset
 from upsnb.data.families import family_of
-from upsnb.data.source import Source
+from upsnb.data.source import Source, identities
 from upsnb.data.spec import DatasetSpec
 from upsnb.errors import ConfigError, DataError, Problem
 from upsnb.models.surrogate import Surrogate
@@ -160,8 +159,8 @@ def _open(name: str, own: RunConfig, config: RunConfig, model: Surrogate, root: 
     everything, seen = np.arange(source.num_samples), np.zeros(source.num_samples, bool)
     home, of_test = _home(name, own, config, replace(spec, grid_shape=source.grid_shape), root), False
     if home is not None:
-        keys = _keys(source, everything)
-        parts = {split: np.isin(keys, _keys(home.source, samples)) for split, samples in home.splits.items()}
+        keys = identities(source, everything)
+        parts = {split: np.isin(keys, identities(home.source, samples)) for split, samples in home.splits.items()}
         seen, of_test = parts["train"] | parts["validation"], bool(parts["test"].any())
     samples = everything[~seen]
     if not len(samples):
@@ -210,17 +209,6 @@ def _home(name: str, own: RunConfig, config: RunConfig, spec: DatasetSpec, root:
             frames = np.arange(0, source.num_times, own.training.time_stride)
             return Dataset(name, source, splits, frames, spec, False) if source.grid_shape == spec.grid_shape else None
     return None
-
-
-def _keys(source: Source, samples: np.ndarray) -> np.ndarray:
-    """What tells samples apart, (n,) uint64: a hash of the values of their first frames, and of their parameters."""
-    found = []
-    for block, frames in source.blocks(samples, np.zeros(1, int)):
-        states = source.read(block, frames)[0]
-        for state, parameters in zip(states, source.parameters[block]):
-            text = state.tobytes() + np.asarray(parameters, np.float32).tobytes()
-            found.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
-    return np.array(found, np.uint64)
 
 
 def _note(run: Run, which: str, stage: str | None) -> None:

@@ -203,13 +203,19 @@ class Setup:
             if averages is not None:
                 self.ema.load_state_dict(averages)
 
-    def begin(self, log: Callable[[str], None]) -> None:
-        """Take the weights that a new run is to begin with, if its config names any; averages begin with them."""
-        if self.config.model.pretrained is not None:
-            own = self.model.state_dict()
-            taken = trained.pretrained(self.config, own)
-            self._take(own | taken, {}, None)
-            log(trained.told(self.config, own, taken))
+    def begin(self, log: Callable[[str], None]) -> list[str]:
+        """Take the weights that a new run is to begin with, if its config names any; averages begin with them.
+
+        Returns:
+            what is to be doubted of it, by rank 0.
+        """
+        if self.config.model.pretrained is None:
+            return []
+        own = self.model.state_dict()
+        taken = trained.pretrained(self.config, own)
+        self._take(own | taken, {}, None)
+        log(trained.told(self.config, own, taken))
+        return [*trained.seen_before(self.config, self.datasets)] if self.ranks.rank == 0 else []
 
     def set_learning_rate(self, progress: float) -> float:
         """Bring losses and all groups to where the stage stands, 0 to 1, and to what its steps hold; AdamW's rate."""

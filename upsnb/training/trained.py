@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from upsnb import config as configs
 from upsnb import hardware
 from upsnb.config import RunConfig
-from upsnb.errors import ConfigError, RunError
+from upsnb.data.datasets import Dataset, open_split
+from upsnb.data.source import identities
+from upsnb.errors import ConfigError, DataError, RunError
 from upsnb.models.network import Network
-from upsnb.runs import handle
+from upsnb.runs import handle, runfolder
 from upsnb.training import checkpoint, gates, packed, stages
 
 SETTING = "model.pretrained"
@@ -94,3 +98,23 @@ def told(config: RunConfig, own: Mapping[str, Tensor], taken: Mapping[str, Tenso
     new = dict.fromkeys(".".join(name.split(".")[:2]) for name in own if name not in taken)
     rest = f"; drawn anew: {', '.join([*new][:MOST_NAMED])}{', ...' * (len(new) > MOST_NAMED)}" if new else ""
     return f"begins with weights of {config.model.pretrained}, {share:.1%} of all numbers{rest}"
+
+
+def seen_before(config: RunConfig, own: Mapping) -> Iterator[str]:
+    """Test samples that the run which a config begins with has trained or validated on, a sentence for each dataset.
+
+    Args:
+        own: datasets of the new run; only fields are compared, on the same grid, and where the other run's are here.
+    """
+    other, root = configs.load(handle.find(config.model.pretrained) / runfolder.CONFIG), runfolder.project_root()
+    fields = {name: dataset for name, dataset in own.items() if isinstance(dataset, Dataset)}
+    for known in other.data.datasets:
+        with suppress(DataError):
+            source, splits = open_split(known, other, root / other.data.root)
+            seen = np.concatenate([splits["train"], splits["validation"]])
+            for name, dataset in fields.items():
+                alike = (source.family.name, source.grid_shape) == (dataset.family.name, dataset.source.grid_shape)
+                test = dataset.splits["test"]
+                if alike and (count := np.isin(identities(dataset.source, test), identities(source, seen)).sum()):
+                    found = f"{count} of {len(test)} test samples were seen by {config.model.pretrained} in training"
+                    yield f"{name}: {found} -> split both alike, or believe its test error less"

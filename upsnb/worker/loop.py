@@ -142,7 +142,9 @@ class Loop:
         room = checkpoint.room_for(self.setup.model)
         state = checkpoint.load(self.folder, ranks=self.ranks, allocate=room) if self.config.checkpoint.resume else None
         if state is None:
-            return self.setup.begin(self._report_progress)
+            for doubt in self.setup.begin(self._report_progress):
+                self._warn(doubt)
+            return
         with checkpoint.as_saved(f"{self.folder}/{state['name']}"):
             self.setup.load_state_dict(state["setup"])
             self.position = Position.of(state["position"])
