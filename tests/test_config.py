@@ -22,6 +22,7 @@ OTHER = {  # a valid value that is not the default, for settings whose type does
     "optimizer.betas": [0.8, 0.95],
     "optimizer.foreach": True,
     "guards.validation_reference": "outputs/baseline",
+    "model.pretrained": "outputs/baseline",
     "model.settings": {"width": 8},
     "data.workload_settings": {"context": 96},
     "data.mixing.from_epoch": {"darcy": 1},
