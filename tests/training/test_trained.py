@@ -52,6 +52,14 @@ def test_for_other_data_the_operator_is_taken_and_what_speaks_for_them_is_drawn(
     assert "encoders.ground" in said and "decoders.ground" in said and "operator" not in said
 
 
+def test_another_grid_of_a_dataset_draws_what_belongs_to_it_alone(tiny_config, before):
+    finer = {"data.datasets.darcy.generate.resolution": 32, "latent.tokens": 64, "model.pretrained": str(before)}
+    setup, drawn, (said,) = begun(tiny_config(**finer))
+    known = load_model(before).state_dict()
+    assert torch.equal(setup.model.state_dict()["operator.input.weight"], known["operator.input.weight"])
+    assert "encoders.darcy" in said and "operator" not in said and "encoders.advection" not in said, said
+
+
 def test_test_samples_that_the_other_run_was_trained_on_are_counted(tiny_config, before):
     turned = {"data.split.convention": "last", "model.pretrained": str(before)}
     setup = Setup.build(tiny_config(("advection",), **turned), Path(), Ranks(), lambda message: None)
@@ -83,6 +91,7 @@ def test_a_run_that_has_begun_goes_on_without_the_other_one(tiny_config, train_h
     [
         ({"model.pretrained": "no-such-run"}, "model.pretrained: 'no-such-run': no such folder"),
         ({"model.pretrained": "."}, "model.pretrained: .*: has no checkpoint yet"),
+        ({"operator.pdet.hidden_dim": 64}, "operator.* is 16 in .*before, and 32 in this model -> build the same"),
         ({"model.build": "upsnb.models.fno:FNO", "model.settings": {"width": 8}}, "no weights of a name and shape"),
     ],
 )

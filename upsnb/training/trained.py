@@ -73,10 +73,11 @@ def load_model(
 def pretrained(config: RunConfig, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the run or packed model that a config names which fit `own` by name and shape.
 
-    They are those that it answers with, averaged where it kept averages.
+    They are those that it answers with, averaged where it kept averages. What speaks for a dataset may be of another
+    size, because grids are; the rest may not.
 
     Raises:
-        ConfigError: there is no such run, it has no weights, or none of them fits.
+        ConfigError: there is no such run, it has no weights, none of them fits, or what datasets share does not.
     """
     named = config.model.pretrained
     try:
@@ -84,11 +85,16 @@ def pretrained(config: RunConfig, own: Mapping[str, Tensor]) -> dict[str, Tensor
     except RunError as error:
         raise ConfigError([f"{SETTING}: {error}"], "the configuration") from None
     fit = {name: value for name, value in known.items() if name in own and own[name].shape == value.shape}
-    if not fit:
-        found = f"{named} has no weights of a name and shape that this model has"
-        remedy = "build the same model: model, latent and operator as in its config.yaml"
-        raise ConfigError([f"{SETTING}: {found} -> {remedy}"], "the configuration")
-    return fit
+    datasets, unlike = config.data.datasets.keys(), known.keys() & own.keys() - fit.keys()
+    others = [name for name in unlike if not datasets & set(name.split("."))]
+    if fit and not others:
+        return fit
+    found = f"{named} has no weights of a name and shape that this model has"
+    if others:
+        then, now = (" x ".join(map(str, weights[min(others)].shape)) for weights in (known, own))
+        found = f"{min(others)} is {then} in {named}, and {now} in this model"
+    remedy = "build the same model: model, latent and operator as in its config.yaml"
+    raise ConfigError([f"{SETTING}: {found} -> {remedy}"], "the configuration")
 
 
 def told(config: RunConfig, own: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> str:
