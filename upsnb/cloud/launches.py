@@ -320,7 +320,8 @@ def _asked(notebook: Path, given: dict, config: RunConfig) -> dict:
     if (workload := config.data.workload.rpartition(":")[0]).endswith(".py"):
         wanted.append((root / workload).resolve())
     weights = handle.find(config.model.pretrained).resolve() if config.model.pretrained else None
-    wanted += [weights] if weights else []
+    if weights:
+        wanted.append(weights)
     for path in wanted:
         if not any(path.is_relative_to(root / part) for part in CODE):
             sent = ", ".join(f"{part}/" for part in CODE if (root / part).is_dir())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # figures of datasets are drawn without torch
     from upsnb.data.batch import Batch, Microbatch
 
 Progress = Callable[[str], None]
-PROGRESS_S = 5.0  # between two reports of how much is generated
+PROGRESS_S = 5.0  # between two reports of how far long work is
 SHARED_BYTES = 4 * 2**20  # of a file; less is generated before another process has started
 PROCESS_GIB = 0.1  # of one that solves, before its samples
 CONSTANT = 1e-7  # spread over size, below which float32 keeps nothing of a channel
@@ -152,6 +152,25 @@ class Dataset:
         return Batch(self.name, inputs, targets, parameters, microbatch.seed, microbatch.turn, shown)
 
 
+def least_frames(family: Family, chosen: DatasetConfig | DatasetSpec, calls: int = 1) -> int:
+    """Frames that a trajectory needs, for so many calls in a row and for a rollout of one frame."""
+    called = chosen.input_frames + calls * chosen.output_frames
+    return max(called, max(family.given_frames, chosen.input_frames) + 1)
+
+
+def paced(log: Progress) -> Progress:
+    """Says what comes PROGRESS_S after what was said before, and leaves out what comes sooner."""
+    told_s = time.monotonic()
+
+    def say(message: str) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= PROGRESS_S:
+            told_s = time.monotonic()
+            log(message)
+
+    return say
+
+
 def find_files(name: str, config: DatasetConfig, root: Path) -> list[Path]:
     """The files a dataset names, globs expanded.
 
@@ -223,13 +242,10 @@ def ensure_generated(config: DatasetConfig, root: Path, log: Progress) -> None:
                 "num_times or num_samples of its `generate`"
             )
     log(f"generating {path.name}")
-    told_s = time.monotonic()
+    said = paced(log)
 
     def tell(done: int, of: int) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s >= PROGRESS_S:
-            told_s = time.monotonic()
-            log(f"generating {path.name}: {done} of {of} samples")
+        said(f"generating {path.name}: {done} of {of} samples")
 
     processes = 1
     if made.num_samples * sample >= SHARED_BYTES:
@@ -304,10 +320,7 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
     frames = np.arange(0, source.num_times, config.training.time_stride)
     calls = max(map(config.calls, config.stages.planned))
     if family.time_dependent:
-        needed = max(
-            chosen.input_frames + calls * chosen.output_frames, max(family.given_frames, chosen.input_frames) + 1
-        )
-        if len(frames) < needed:
+        if len(frames) < (needed := least_frames(family, chosen, calls)):
             raise DataError(
                 f"data.datasets.{name}: {len(frames)} frames after reduced_resolution_t and training.time_stride, but "
                 f"{needed} are needed ({chosen.input_frames} in, {calls} x {chosen.output_frames} out, "

@@ -6,7 +6,7 @@ split is at its end. The run's own errors stand beside.
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from upsnb.rules import did_you_mean
 from upsnb.runs import runfolder
 from upsnb.runs.events import EventWriter
 from upsnb.runs.handle import Run
-from upsnb.training import evaluation, precision
+from upsnb.training import precision, workload
 from upsnb.training.parallel import Ranks
 
 FORMAT, KIND = 1, "transfer"
@@ -40,7 +40,6 @@ SPLIT = "transfer"  # what the judged samples are called beside "test"
 ASKED = ("data.root", "data.download", "data.datasets.", "evaluation.")  # settings that may differ from the run's
 SAME_STEP = 1e-3  # relative difference of time steps that is none
 OF_ENSEMBLES = ("members", "crps", "mean_nrmse", "spread_skill", "coverage")
-PROGRESS_S = 5.0  # between two reports of how far it is
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,10 @@ def transfer(
         _note(run, which, stage)
     ranks, said = Ranks(device=torch.device(device)), _progress(judged, config, log)
     with precision.highest():
-        found = evaluation.evaluate(model, judged, SPLIT, config.evaluation, ranks, said)
-        ensembles = evaluation.evaluate_ensembles(model, judged, SPLIT, config.evaluation, ranks) if model.draws else {}
-        evaluation.save_examples(folder / runfolder.EXAMPLES, model, judged, found, config.evaluation, ranks.device)
+        found = workload.of(config).evaluate(
+            model, judged, SPLIT, ranks, said, examples=folder / runfolder.EXAMPLES, final=True
+        )
+    ensembles = {name: result["ensemble"] for name, result in found.items() if "ensemble" in result}
     for name, result in found.items():
         if not judged[name].spec.time_dependent and judged[name].home is None:
             result["baseline"] = "their own mean"
@@ -188,13 +188,13 @@ def _check_times(
 ) -> None:
     if not spec.time_dependent:
         return
-    dt, given = source.dt * stride, max(source.family.given_frames, spec.input_frames)
+    dt = source.dt * stride
     if abs(dt / spec.dt - 1) > SAME_STEP:
         ratio = spec.dt / dt * chosen.reduced_resolution_t
         whole = ratio > 0.5 and abs(ratio / round(ratio) - 1) < SAME_STEP
         remedy = f"set {where}.reduced_resolution_t to {round(ratio)}" if whole else "name data with its steps"
         raise DataError(f"{where}: time steps of {dt:g}, and the model was trained on steps of {spec.dt:g} -> {remedy}")
-    if len(frames) < (needed := max(spec.input_frames + spec.output_frames, given + 1)):
+    if len(frames) < (needed := datasets.least_frames(source.family, spec)):
         raise DataError(f"{where}: has {len(frames)} frames, and {needed} are needed -> name longer trajectories")
 
 
@@ -220,17 +220,9 @@ def _note(run: Run, which: str, stage: str | None) -> None:
 
 
 def _progress(judged: Mapping[str, Dataset], config: RunConfig, log: Callable[[str], None]) -> Callable[[], None]:
-    at_once, told_s, done = config.evaluation.samples_per_call, time.monotonic(), 0
-    calls = sum(-(-len(dataset.splits[SPLIT]) // at_once) for dataset in judged.values())
-
-    def say() -> None:
-        nonlocal told_s, done
-        if time.monotonic() - told_s >= PROGRESS_S:
-            told_s = time.monotonic()
-            log(f"{done} of {calls} groups of samples")
-        done += 1
-
-    return say
+    calls = sum(-(-len(dataset.splits[SPLIT]) // config.evaluation.samples_per_call) for dataset in judged.values())
+    done, say = itertools.count(), datasets.paced(log)
+    return lambda: say(f"{min(next(done), calls)} of {calls} groups of samples")
 
 
 def summary(report: Mapping) -> str:

@@ -72,7 +72,7 @@ def evaluate(
         alive: called between chunks of samples, so that a long evaluation is not taken for a hang.
         fraction: share of the split's samples that is measured, the same ones each time.
         lookup: score as well the trajectory of the training sample that begins most alike, and the mean training
-            trajectory.
+            trajectory, where there is such a sample.
     Returns:
         {dataset: {"num_samples", "nrmse_mean", ... one call, "rollout_...": to the trajectory's end, "baseline",
         "per_sample": {...}, "per_channel": {...}, "per_time": {...}}}, the same on every rank. Where the split
@@ -85,7 +85,8 @@ def evaluate(
         if len(chosen) == 0:
             continue
         samples, twins, distance = (some[chosen] for some in (dataset.splits[split], *dataset.twins(split)))
-        share, twins = (some[ranks.rank :: ranks.world_size] for some in (samples, twins if lookup else twins[:0]))
+        looked_up = twins if lookup and np.isfinite(distance).all() else twins[:0]
+        share, twins = (some[ranks.rank :: ranks.world_size] for some in (samples, looked_up))
         kinds = ("model", "baseline", "rollout", "rollout_baseline", *REFERENCES)
         parts: dict[str, list] = {kind: [] for kind in kinds}
         for start in range(0, len(share), config.samples_per_call):

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upsnb.data.datasets import paced
+
 TRIALS = 3  # of which the middle one counts
-PROGRESS_S = 5.0  # between two reports of how much is done
 
 
 def key(weights: Mapping[str, Tensor], *others: object) -> str:
@@ -142,16 +143,14 @@ def build(path: Path, compute: Compute, rows: int, at_once: int, log: Callable[[
     if path.exists():
         return Rows(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished, values, told_s = path.with_name(f".{path.name}"), None, time.monotonic()
+    unfinished, values, say = path.with_name(f".{path.name}"), None, paced(log)
     for start in range(0, rows, at_once):
         found = compute(np.arange(start, min(start + at_once, rows))).cpu().numpy()
         if values is None:
             shape = (rows, *found.shape[1:])
             values = np.lib.format.open_memmap(unfinished, mode="w+", dtype=found.dtype, shape=shape)
         values[start : start + len(found)] = found
-        if time.monotonic() - told_s >= PROGRESS_S:
-            told_s = time.monotonic()
-            log(f"{path.name}: {start + len(found)} of {rows} rows")
+        say(f"{path.name}: {start + len(found)} of {rows} rows")
     values.flush()
     del values
     os.replace(unfinished, path)

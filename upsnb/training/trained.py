@@ -117,10 +117,14 @@ def seen_before(config: RunConfig, own: Mapping) -> Iterator[str]:
     for known in other.data.datasets:
         with suppress(DataError):
             source, splits = open_split(known, other, root / other.data.root)
-            seen = np.concatenate([splits["train"], splits["validation"]])
-            for name, dataset in fields.items():
-                alike = (source.family.name, source.grid_shape) == (dataset.family.name, dataset.source.grid_shape)
+            alike = {
+                name: dataset
+                for name, dataset in fields.items()
+                if (dataset.family.name, dataset.source.grid_shape) == (source.family.name, source.grid_shape)
+            }
+            seen = identities(source, np.concatenate([splits["train"], splits["validation"]])) if alike else []
+            for name, dataset in alike.items():
                 test = dataset.splits["test"]
-                if alike and (count := np.isin(identities(dataset.source, test), identities(source, seen)).sum()):
+                if count := np.isin(identities(dataset.source, test), seen).sum():
                     found = f"{count} of {len(test)} test samples were seen by {config.model.pretrained} in training"
                     yield f"{name}: {found} -> split both alike, or believe its test error less"
