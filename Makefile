@@ -45,6 +45,8 @@ WORKERS := $(shell cores=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((co
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # What one test has compiled the next one finds; without this each run compiles for its own folder of runs.
 test slow: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.pytest_cache/compiled
+# Threads that wait for each other sleep: there are more processes than cores.
+test slow: export OMP_WAIT_POLICY := passive
 test: compiler $(EXTRAS) $(VASTAI)
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow and not long" -n $(WORKERS) $(BY_FILE)

@@ -31,14 +31,19 @@ GENERATED = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Sums in one order, and no slower beside another job: in what tests of a file share as well."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def clean_room():
-    """Fixed random states and one thread inside; everything process-wide as it was found afterwards."""
+    """Fixed random states inside; everything process-wide as it was found afterwards."""
     environment, folder = dict(os.environ), Path.cwd()
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     grad, deterministic = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    torch.set_num_threads(1)  # sums in one order, and no slower beside another job
     torch.manual_seed(0), np.random.seed(0), random.seed(0)  # noqa: NPY002
     yield
     os.chdir(folder)

@@ -43,7 +43,7 @@ def test_a_notebook_runs_there_its_folder_comes_back_and_goes_on_there(box, tmp_
     (name,) = [word for word in said.split() if word.startswith("elsewhere-") and "." not in word][:1]
     folder, there = project_root() / "outputs" / name, Path(box.folder) / name
     try:
-        until(lambda: ": running" not in launches.status(name), every_s=1.0)
+        until(lambda: ": running" not in launches.status(name), every_s=4.0)
         assert ": finished" in upsnb("cloud", "status", name), upsnb("cloud", "logs", name)
         assert "MB came" in upsnb("cloud", "pull", name)
         run = Run.attach(folder)
@@ -54,7 +54,7 @@ def test_a_notebook_runs_there_its_folder_comes_back_and_goes_on_there(box, tmp_
         assert "is deleted" in upsnb("cloud", "destroy", name) and not there.exists()
 
         upsnb(*again, "-p", "training.time_limit_s=8")
-        until(lambda: ": finished" in launches.status(name), every_s=1.0)
+        until(lambda: ": finished" in launches.status(name), every_s=4.0)
         upsnb("cloud", "pull", name)
         assert len(run.manifest["segments"]) == 2, "it went on from its checkpoint"
         assert checkpoint_index.choose(folder).passed_over == ()
