@@ -154,9 +154,8 @@ class Facing(nn.Module):
 class AffinityModel(Network):
     """pKd of two chains from what their residues see of each other, and a vector of each chain alone to search by."""
 
-    any_points = (
-        True  # phase 3 samples query points beside rarer losses: here it makes the contrastive loss rarer alone
-    )
+    # Phase 3 samples query points as well. Pairs have none, so here it makes the contrastive loss rarer, and no more.
+    any_points = True
 
     def __init__(self, specs: dict[str, Spec], sizes: Sizes):
         super().__init__(specs)

@@ -22,7 +22,11 @@ class Microbatch:
 
 
 class TensorBatch:
-    """A dataclass of tensors, beside the `dataset`, `seed` and `turn` of their Microbatch."""
+    """A dataclass of tensors, beside what it has of their Microbatch."""
+
+    dataset: str
+    seed: int
+    turn: int
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,11 @@ SPLITS = ("train", "validation", "test")
 
 
 class Table(ABC):
-    """A dataset whose samples are its training pairs. Subclasses are dataclasses with `name`, `spec` and `splits`."""
+    """A dataset whose samples are its training pairs. Subclasses are dataclasses with these fields and their own."""
 
+    name: str
+    spec: Any  # what the model must know of it, plain data
+    splits: dict[str, np.ndarray]  # numbers of samples
     tables: tuple[Tensor, ...]  # all there is, on the CPU or memory-mapped
 
     @abstractmethod
