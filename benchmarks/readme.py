@@ -296,6 +296,7 @@ SECTIONS = {
     "mixing": lambda: of_each(tables.mixing, "mixing"),
     "finetune": lambda: of_each(tables.finetune, "finetune"),
     "pretrained": lambda: of_each(tables.pretrained, "pretrained"),
+    "worth": lambda: of_each(tables.worth, "worth"),
     "pipeline": lambda: of_each(tables.pipeline, "pipeline"),
     "steady_prior": lambda: of_each(tables.steady_prior, "steady_prior"),
     "workloads": lambda: of_each(tables.workloads, "workloads"),

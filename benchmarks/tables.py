@@ -11,6 +11,7 @@ import pandas as pd
 from keep import REFERENCE
 
 from upsnb.compare import board_pages, ladder, ladder_figures
+from upsnb.report import worth as weighing
 from upsnb.report.file import factor, number
 from upsnb.runs.runfolder import REPORT
 
@@ -215,6 +216,7 @@ def workloads(report: Mapping) -> str:
     rows = []
     for name, found in report["examples"].items():
         own, compared = found["trained"], found.get("compared")  # None: not since the example changed
+        judged = found.get("judged_again", compared)  # by more samples
         memory = found.get("memory_mib", {})
         for dataset, reached in own["reached"].items():
             row = {
@@ -227,7 +229,7 @@ def workloads(report: Mapping) -> str:
                 "on cores": own.get("cores", found["hardware"]["num_cores"]),
                 "speed": f"{own['samples_per_s']['median']:,.0f} {own['unit']}/s",
                 "phases over none": factor(compared["speedup"]) if compared else "not measured",
-                "their error over its": _of_seeds(compared, dataset) if compared else "",
+                "their error over its": _of_seeds(judged, dataset) if judged else "",
                 "a step's memory, predicted [MiB]": number(memory.get("predicted")),
                 "the same, measured [MiB]": number(memory.get("measured")),
                 "`gc.collect()` [ms]": number(found["collecting_ms"], 3),
@@ -353,3 +355,30 @@ def eleven(report: Mapping) -> str:
     how = "one core for each model, both at the same time, " if apart else ""
     head = f"{seconds} s for each training, {how}one seed, {place}. UPS has the smaller mean error in {ahead} of {len(rows)} families."
     return f"{head}\n\n{markdown(pd.DataFrame(rows).fillna(''))}"
+
+
+def worth(report: Mapping) -> str:
+    """Each family's model beside the cheapest solver that errs no more."""
+    rows = []
+    for family, found in report["datasets"].items():
+        model, solver = found["model"], found["as_good"]
+        of_use = model["error"] is not None and model["error"] < weighing.OF_NO_USE
+        own = next((one["ms"] for one in found["solver"] if one["exact"]), None)
+        rows.append(
+            {
+                "family": family,
+                "grid": " x ".join(map(str, found["grid"])),
+                "frames": found["frames"],
+                "nRMSE": number(model["error"], 3),
+                "a trajectory takes the model [ms]": number(model["ms"], 3),
+                "a solver that errs no more": weighing.named(solver) if of_use else "the model errs too much",
+                "its nRMSE": number(solver["error"], 3) if of_use else "",
+                "it takes [ms]": number(solver["ms"], 3) if of_use else "",
+                "times as long as the model": weighing.rounded(solver["ms"] / model["ms"]) if of_use else "",
+                "the solver that made the data takes [ms]": number(own, 3),
+            }
+        )
+    faster = sum(float(row["times as long as the model"].replace(",", "") or 0) > 1 for row in rows)
+    head = f"{where(report)}, one core for each, {report['datasets'][rows[0]['family']]['samples']} samples at once."
+    head += f" The model is faster than a solver as exact in {faster} of {len(rows)} families."
+    return f"{head}\n\n{markdown(pd.DataFrame(rows))}"

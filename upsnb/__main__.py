@@ -34,6 +34,7 @@ EXAMPLES = """examples:
   python -m upsnb join outputs/my-run          another machine trains too
   python -m upsnb compare one other            two finished runs
   python -m upsnb evaluate my-run -f other-data.yaml      its model on data that it was not trained on
+  python -m upsnb worth my-run                 its model beside a solver: is it faster at the same error?
   python -m upsnb board                        all runs that are comparable, ranked
   python -m upsnb sweep lr.yaml                train with many settings, or go on with it
   python -m upsnb export my-run --to csv       or tensorboard, wandb, mlflow
@@ -102,10 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_folder(compared, "keep report and figures there")
     judged = command("evaluate", "forecast other data with a run's model, and judge it", commands.evaluate, name="RUN")
     _add_parameters(judged)
-    judged.add_argument("--which", default="latest", help="its checkpoint: latest, best, previous or epoch")
-    judged.add_argument("--stage", help="of a run of several; else the one that answers")
-    judged.add_argument("--device", default="cpu", help="cpu or cuda")
-    _add_folder(judged, "a new one under outputs/")
+    weighed = command("worth", "error and time of a run's model beside a solver's", commands.worth, name="RUN")
+    for asked in (judged, weighed):
+        asked.add_argument("--which", default="latest", help="its checkpoint: latest, best, previous or epoch")
+        asked.add_argument("--stage", help="of a run of several; else the one that answers")
+        asked.add_argument("--device", default="cpu", help="cpu or cuda")
+        _add_folder(asked, "a new one under outputs/")
     ranked = command("board", "rank models by their test errors, in tables and on a page", commands.board)
     ranked.add_argument("names", nargs="*", metavar="RUN", help="runs, or folders of runs (outputs/)")
     _add_folder(ranked, "a new one under outputs/")

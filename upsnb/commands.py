@@ -30,6 +30,7 @@ SUMMARISED_BY = {  # modules by the kind of report they write, imported when ask
     "scaling": "compare.scaling",
     "sweep": "compare.sweep",
     "transfer": "report.transfer",
+    "worth": "report.worth",
 }
 SHARED = "11_sweep"  # the notebook whose trainings several machines can share
 LOG_LINES = 25  # of what a failed run said last
@@ -188,6 +189,13 @@ def evaluate(
     if asked.problems:
         raise ConfigError(asked.problems, asked.where)
     print(summary(transfer.transfer(Run.attach(name), asked.flat(), folder, which, stage, device)))
+
+
+def worth(name: str, folder: Path | None, which: str, stage: str | None, device: str) -> None:
+    """Print what a run's model errs and takes beside the solvers of its equations, with a figure."""
+    from upsnb.report import worth
+
+    print(summary(worth.worth(Run.attach(name), folder, which, stage, device)))
 
 
 def export(name: str, to: str, folder: Path | None, follow: bool) -> None:

@@ -19,7 +19,9 @@ def retardation(u, por, rho_s, k_f, n_f):
     return 1 + (1 - por) / por * rho_s * k_f * n_f * np.maximum(u, EMPTY) ** (n_f - 1)
 
 
-def diffusion_sorption(state: np.ndarray, times: np.ndarray, D: float, **medium: float) -> np.ndarray:
+def diffusion_sorption(
+    state: np.ndarray, times: np.ndarray, D: float, tolerance: float = TOLERANCE, **medium: float
+) -> np.ndarray:
     """u_t = D / R(u) u_xx on (0, 1), one sample: (N,) to (T, N).
 
     On cell centres, with a ghost cell beyond each wall: `INLET` on the left; what leaves on the right is stirred into
@@ -38,14 +40,14 @@ def diffusion_sorption(state: np.ndarray, times: np.ndarray, D: float, **medium:
         padded = np.concatenate([[INLET], u, [D * (u[-2] - u[-1]) / width]])
         return D / width**2 * np.diff(padded, 2) / retardation(u, **medium)
 
-    options = {"lband": 1, "uband": 1, "rtol": TOLERANCE, "atol": TOLERANCE}
+    options = {"lband": 1, "uband": 1, "rtol": tolerance, "atol": tolerance}
     solved = scipy.integrate.solve_ivp(slope, (times[0], times[-1]), state, "LSODA", times, **options)
     if not solved.success:
         raise DataError(f"diffusion-sorption with D = {D:g}, {medium}: {solved.message} -> take other parameters")
     return solved.y.T
 
 
-def solve_diffusion_sorption(seed, samples, parameters, resolution, times) -> Iterator[dict]:
+def solve_diffusion_sorption(seed, samples, parameters, resolution, times, stretch=1.0) -> Iterator[dict]:
     """Diffusion-sorption from a constant; parameters D, por, rho_s, k_f and n_f.
 
     In the released files the constant is all that differs between samples. D or n_f of 0 is drawn for each (`DRAWN`).
@@ -53,9 +55,11 @@ def solve_diffusion_sorption(seed, samples, parameters, resolution, times) -> It
     refuse_negative(parameters)
     if not 0 < parameters["por"] <= 1:
         raise DataError(f"por is {parameters['por']:g} -> expected a porosity, above 0 and at most 1")
+    tolerance = stretch * TOLERANCE
     for sample in samples:
         random = np.random.default_rng([seed, sample])
         start = random.uniform(0, HIGHEST)
         drawn = {name: random.uniform(*bounds) for name, bounds in DRAWN.items()}  # always, so that starts are the same
         own = {name: value for name, value in drawn.items() if parameters[name] == 0}
-        yield {"u": diffusion_sorption(np.full(resolution, start), times, **parameters | own), **own}
+        solved = diffusion_sorption(np.full(resolution, start), times, tolerance=tolerance, **parameters | own)
+        yield {"u": solved, **own}

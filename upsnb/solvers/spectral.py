@@ -15,6 +15,7 @@ BLOCK_VALUES = 2**22  # of frames that are in memory at once, 32 MiB
 CIRCLE = np.exp(1j * np.pi * (np.arange(32) + 0.5) / 32)  # upper half: the operators are real, the lower is its mirror
 RANGE_GRID = 4096  # points on which a wave's range is found: the same at every resolution
 FORCING = 4  # waves of Kolmogorov flow's force
+REACTION_STEP, CHAOS_STEP, PATTERN_STEP, FLOW_STEP = 5e-4, 0.1, 0.025, 0.05  # longest ones, which files are made with
 
 # Chaos forgets its first state on its own: a random one is left to itself on one grid, whatever the file's, so that a
 # sample is the same at every resolution. Flows begin at the attractor's vorticity, and the finer grid adds its waves.
@@ -94,7 +95,7 @@ def reaction_diffusion_states(seed: int, samples: np.ndarray, resolution: int) -
     return np.clip((initial_state(waves, (np.arange(resolution) + 0.5) / resolution) - low) / (high - low), 0, 1)
 
 
-def reaction_diffusion(states, nu, rho, times, longest_step=5e-4):
+def reaction_diffusion(states, nu, rho, times, longest_step=REACTION_STEP):
     """u_t = nu u_xx + rho u (1 - u), period 1, second order in time (Strang): (n, N) to (n, T, N).
 
     Each half is exact: the logistic curve in every point, decay of every Fourier mode. Without them a step keeps
@@ -114,16 +115,16 @@ def reaction_diffusion(states, nu, rho, times, longest_step=5e-4):
     return np.stack(_march(states, times, longest_step, method), axis=1)
 
 
-def solve_reaction_diffusion(seed, samples, parameters, resolution, times):
+def solve_reaction_diffusion(seed, samples, parameters, resolution, times, stretch=1.0):
     """1D reaction-diffusion of waves; parameters Nu and rho."""
     refuse_negative(parameters, "Nu")
     for block in blocks(samples, BLOCK_VALUES // (len(times) * resolution)):
         states = reaction_diffusion_states(seed, block, resolution)
-        for fields in reaction_diffusion(states, parameters["Nu"], parameters["rho"], times):
+        for fields in reaction_diffusion(states, parameters["Nu"], parameters["rho"], times, stretch * REACTION_STEP):
             yield {"u": fields}
 
 
-def kuramoto_sivashinsky(states, length, nu, times, longest_step=0.1):
+def kuramoto_sivashinsky(states, length, nu, times, longest_step=CHAOS_STEP):
     """u_t + u u_x + u_xx + nu u_xxxx = 0 with period `length`: (n, N) to (n, T, N)."""
     num_points = states.shape[-1]
     wavenumbers = 2 * np.pi / length * np.arange(num_points // 2 + 1)
@@ -137,7 +138,7 @@ def kuramoto_sivashinsky(states, length, nu, times, longest_step=0.1):
     return np.fft.irfft(np.stack(modes, axis=1), num_points)
 
 
-def solve_kuramoto_sivashinsky(seed, samples, parameters, resolution, times):
+def solve_kuramoto_sivashinsky(seed, samples, parameters, resolution, times, stretch=1.0):
     """Kuramoto-Sivashinsky on its attractor, period 64, mean zero; parameter nu."""
     refuse_negative(parameters)
     grid, end, step = BURN_IN.values()
@@ -149,7 +150,7 @@ def solve_kuramoto_sivashinsky(seed, samples, parameters, resolution, times):
         states = kuramoto_sivashinsky(states, 64.0, parameters["nu"], np.array([0, end]), step)[:, -1]
         # A coarser grid does not carry the equation (64 points: 2 % in 0.8): it is solved here and sampled.
         states = resample(states, max(resolution, grid))
-        for fields in kuramoto_sivashinsky(states, 64.0, parameters["nu"], times):
+        for fields in kuramoto_sivashinsky(states, 64.0, parameters["nu"], times, stretch * CHAOS_STEP):
             yield {"u": resample(fields, resolution)}
 
 
@@ -161,7 +162,7 @@ def wall_eigenvalues(num_points: int) -> np.ndarray:
     return -((np.pi / 2 * np.arange(num_points)) ** 2)
 
 
-def fitzhugh_nagumo(states, diffusivities, k, times, longest_step=0.025):
+def fitzhugh_nagumo(states, diffusivities, k, times, longest_step=PATTERN_STEP):
     """Activator u and inhibitor v on (-1, 1)^2 without flow through the walls: (n, 2, N, N) to (n, T, 2, N, N).
 
     u_t = Du lap u + u - u^3 - k - v, v_t = Dv lap v + u - v, on cosines that have their nodes on cell centres.
@@ -185,17 +186,17 @@ def fitzhugh_nagumo(states, diffusivities, k, times, longest_step=0.025):
     return scipy.fft.idctn(np.stack(modes, axis=1), axes=(-2, -1))
 
 
-def solve_fitzhugh_nagumo(seed, samples, parameters, resolution, times):
+def solve_fitzhugh_nagumo(seed, samples, parameters, resolution, times, stretch=1.0):
     """2D reaction-diffusion out of noise, normal in each cell of the file; parameters Du, Dv and k."""
     refuse_negative(parameters, "Du", "Dv")
     for block in blocks(samples, BLOCK_VALUES // (2 * len(times) * resolution**2)):
         states = [np.random.default_rng([seed, sample]).normal(size=(2, resolution, resolution)) for sample in block]
         diffusivities = parameters["Du"], parameters["Dv"]
-        for fields in fitzhugh_nagumo(np.stack(states), diffusivities, parameters["k"], times):
+        for fields in fitzhugh_nagumo(np.stack(states), diffusivities, parameters["k"], times, stretch * PATTERN_STEP):
             yield {"activator": fields[:, 0], "inhibitor": fields[:, 1]}
 
 
-def kolmogorov_flow(states, nu, drag, forcing, times, longest_step=0.05):
+def kolmogorov_flow(states, nu, drag, forcing, times, longest_step=FLOW_STEP):
     """Vorticity w on (0, 2 pi)^2, periodic, pushed along x by sin(forcing y): (n, N, N) to (n, T, N, N).
 
     w_t + div(velocity w) = nu lap w - drag w - forcing cos(forcing y); forcing 0 is the flow left to itself. Where a
@@ -243,7 +244,7 @@ def kolmogorov_flow(states, nu, drag, forcing, times, longest_step=0.05):
     return np.fft.irfft2(np.stack(modes, axis=1), (num_points,) * 2)
 
 
-def solve_kolmogorov_flow(seed, samples, parameters, resolution, times):
+def solve_kolmogorov_flow(seed, samples, parameters, resolution, times, stretch=1.0):
     """Kolmogorov flow that has settled, as vorticity; parameters nu and drag."""
     refuse_negative(parameters)
     grid = min(FLOW_BURN_IN)
@@ -257,5 +258,5 @@ def solve_kolmogorov_flow(seed, samples, parameters, resolution, times):
         states *= FLOW_VORTICITY / states.std(axis=(1, 2), keepdims=True)
         for points, time in FLOW_BURN_IN.items():
             states = kolmogorov_flow(resample_square(states, points), *constants, np.array([0, time]))[:, -1]
-        for fields in kolmogorov_flow(resample_square(states, finer), *constants, times):
+        for fields in kolmogorov_flow(resample_square(states, finer), *constants, times, stretch * FLOW_STEP):
             yield {"vorticity": resample_square(fields, resolution)}
