@@ -5,7 +5,6 @@
 Two train at a time, one core each; nothing trains while times are measured.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)  # of this process, which starts runs from one core: two threads there wait for each other
     work, rows = runfolder.new_folder("worth"), {}
     for name, run in train(args.only, args.time, work).items():
-        report = json.loads((worth.worth(run, work / f"{name}-worth") / REPORT).read_text())
+        report = worth.measure(run, work / f"{name}-worth")
         rows |= report["datasets"]
         print(worth.finding(name, report["datasets"][name]), flush=True)
     report |= {"run": f"{len(rows)} trainings", "datasets": rows}

@@ -195,7 +195,10 @@ def worth(name: str, folder: Path | None, which: str, stage: str | None, device:
     """Print what a run's model errs and takes beside the solvers of its equations, with a figure."""
     from upsnb.report import worth
 
-    print(summary(worth.worth(Run.attach(name), folder, which, stage, device)))
+    run = Run.attach(name)
+    folder = folder or runfolder.new_folder(f"{run.folder.name}-{worth.KIND}", run.config.logging.root)
+    worth.measure(run, folder, which, stage, device)
+    print(summary(folder))
 
 
 def export(name: str, to: str, folder: Path | None, follow: bool) -> None:

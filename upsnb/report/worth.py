@@ -20,7 +20,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from upsnb.config import RunConfig
+from upsnb.config import DatasetConfig, RunConfig
 from upsnb.data import datasets
 from upsnb.data.families import family_of
 from upsnb.data.layouts import Family
@@ -39,7 +39,9 @@ SEED = 730_501  # of these, apart from those of files that people generate
 COARSER = (1, 2, 4, 8)  # times as far between grid points as in the data
 LEAST_POINTS = 4  # along an axis
 REPEATS, ENOUGH_S = 5, 1.0  # of a measurement, of which the shortest counts: no more once so much time has passed
+FAR_APART = 0.7  # errors of two solvers over each other that both have a label
 TOO_COARSE = 0.5  # nRMSE at the first time from which a coarser grid does not hold the state that it begins with
+ALIKE = 1.1  # ratio of times that says nothing
 OF_NO_USE = 0.5  # nRMSE of a forecast from which it does not matter how fast it comes
 
 
@@ -105,40 +107,42 @@ class Task:
         return max(_seconds(lambda: self.solve(points, stretch)) - before, 1e-9) / self.num_samples
 
 
-def worth(
+def solved(config: RunConfig) -> dict[str, DatasetConfig]:
+    """The datasets whose equation has a solver here."""
+    return {name: chosen for name, chosen in config.data.datasets.items() if family_of(chosen).solve}
+
+
+def measure(
     run: Run,
-    folder: Path | None = None,
+    folder: Path,
     which: str = "latest",
     stage: str | None = None,
     device: str = "cpu",
     log: Callable[[str], None] = print,
-) -> Path:
-    """Measure a run's model against the solvers of its equations; the folder that then holds report and figure.
+) -> dict:
+    """Weigh a run's model against the solvers of its equations; the report, also written into the folder with a figure.
 
     Args:
-        folder: a new one under the run's `logging.root` where it is empty.
         which, stage, device: as of `Run.load_model`.
     Raises:
         DataError: data that cannot be read.
         RunError: the run has no such checkpoint or stage, or none of its datasets an equation that is solved here.
     """
     config, root = run.current_config, runfolder.project_root()
-    solved = {name: chosen for name, chosen in config.data.datasets.items() if family_of(chosen).solve}
-    if not solved:
+    if not solved(config):
         raise RunError(f"{run.folder}: no dataset has an equation that is solved here -> data.families has those")
     model, rows = run.load_model(which, device, stage), {}
     datasets.generate_missing(config, root, log)
-    for name in solved:
-        log(f"{name}: solving")
+    for name in solved(config):
         task = _task(name, config, model, root)
-        rows[name] = _solvers(task) | {"model": _model(name, task, model)}
+        rows[name] = _solvers(task, lambda said, name=name: log(f"{name}: {said}"))
+        rows[name]["model"] = _model(name, task, model)
         rows[name]["as_good"] = _as_good(rows[name])
-    folder = folder or runfolder.new_folder(f"{run.folder.name}-{KIND}", config.logging.root)
     report = {"format": FORMAT, "kind": KIND, "run": run.folder.name, "weights": stage or which}
     where = "one core" if torch.device(device).type == "cpu" else torch.cuda.get_device_name(device)
-    finish({**report, "model_on": where, "solver_on": "one core", "datasets": rows}, folder)
+    report = finish({**report, "model_on": where, "solver_on": "one core", "datasets": rows}, folder)
     write_figures(folder)
-    return folder
+    return report
 
 
 def _task(name: str, config: RunConfig, model: Surrogate, root: Path) -> Task:
@@ -162,13 +166,14 @@ def _task(name: str, config: RunConfig, model: Surrogate, root: Path) -> Task:
     return Task(source.family, points, chosen.reduced_resolution, times, given, groups)
 
 
-def _solvers(task: Task) -> dict:
+def _solvers(task: Task, log: Callable[[str], None]) -> dict:
     """What the solver reaches, the cheapest first: only those that no cheaper one beats."""
     truth, found = task.outputs(task.fields), []
     for coarser in COARSER:
         points = task.points // coarser
         if task.points % coarser or points < LEAST_POINTS:
             continue
+        log(f"solving on {points} points along an axis")
         for stretch in task.family.stretches:
             exact = coarser == stretch == 1
             try:
@@ -271,6 +276,8 @@ def finding(name: str, row: Mapping) -> str:
     took = f"{said} in {number(model['ms'], 3)} ms a trajectory; {named(solver)} errs no more in"
     times = solver["ms"] / model["ms"]
     told = f"{rounded(times)} times as long" if times >= 1 else f"{rounded(1 / times)} times less"
+    if 1 / ALIKE < times < ALIKE:
+        told = "about as long"
     return f"{took} {number(solver['ms'], 3)} ms, {told}"
 
 
@@ -305,17 +312,20 @@ def _panel(ax: Axes, name: str, row: Mapping) -> None:
     model, cheaper = row["model"], [solver for solver in row["solver"] if not solver["exact"]]
     times, errors = ([solver[key] for solver in cheaper] for key in ("ms", "error"))
     ax.plot(times, errors, "o-", color=style.BLACK, markersize=4, label="its solver, made cheaper")
+    labelled = np.inf
     for solver in row["solver"]:
         if solver["exact"]:
             ax.axvline(solver["ms"], color=style.BLACK, linestyle=":", label="the one that made the data")
-        else:
+        elif solver["error"] < FAR_APART * labelled:  # others would lie on its label
+            labelled = solver["error"]
             longer = f", time x {solver['stretch']:g}" if solver["stretch"] != 1 else ""
             style.note(ax, solver["ms"], solver["error"], f"{solver['points']}{longer}", color=style.GREY)
     known = style.positive([model["error"]])
     ax.plot([model["ms"]], known, "*", color=style.VERMILLION, markersize=11, label="model")
     if row["persistence"]:
         ax.axhline(row["persistence"], **style.ROLES["persistence"], label="persistence")
-    ax.set(xscale="log", yscale="log", title=f"{name}, {row['frames']} frames")
+    ax.set(xscale="log", yscale="log", title=f"{name}, {row['frames']} frame{'s' * (row['frames'] > 1)}")
+    ax.margins(x=0.15)  # for the last label
     ax.set(xlabel=style.label("time for a trajectory", "ms"), ylabel=style.label("nRMSE"))
 
 
