@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from upsnb import overlays
 from upsnb.compare import check, ladder, models
 from upsnb.overlays import project_root
 from upsnb.phases import PHASES
+from upsnb.report import worth
 
 
 def cells(name: str) -> dict[str, str]:
@@ -123,6 +125,7 @@ def test_one_model_that_failed_is_shown_beside_the_others(capsys, tmp_path):
     summary = {"rows": [], "failed": {"yours-seed42": "out of memory"}, "time_limit_s": 5.0}
     known = {"models": SimpleNamespace(train=lambda *_: summary, YOURS=models.YOURS), "configs": {}, "seeds": [42]}
     table = SimpleNamespace(table=lambda summary: None)
-    run("10_models", "models-09", **known, models_figures=table, folder=tmp_path)
+    found = run("10_models", "models-09", **known, models_figures=table, folder=tmp_path)
     assert "yours-seed42 failed: out of memory" in capsys.readouterr().out
-    run("10_models", "models-19", summary=summary, models=models)
+    for cell in ("worth", "models-19"):
+        run("10_models", cell, trained=found["trained"], worth=worth, config=overlays.load("params/minute.yaml"))
