@@ -127,5 +127,6 @@ def test_one_model_that_failed_is_shown_beside_the_others(capsys, tmp_path):
     table = SimpleNamespace(table=lambda summary: None)
     found = run("10_models", "models-09", **known, models_figures=table, folder=tmp_path)
     assert "yours-seed42 failed: out of memory" in capsys.readouterr().out
+    config = overlays.load(project_root() / "params/minute.yaml")
     for cell in ("worth", "models-19"):
-        run("10_models", cell, trained=found["trained"], worth=worth, config=overlays.load("params/minute.yaml"))
+        run("10_models", cell, trained=found["trained"], worth=worth, config=config)
