@@ -99,8 +99,9 @@ class Task:
     def seconds(self, points: int, stretch: float) -> float:
         """Processor time of the solver for a trajectory, from the last frame that a model is shown to the end."""
         if not self.given:
-            nu = np.stack([self.solve(points)[name] for name in self.family.given], axis=1)
-            rows = list(zip(nu, self.parameters.tolist(), strict=True))
+            drawn = self.solve(points)
+            given = np.stack([drawn[name] for name in self.family.given], axis=1)
+            rows = list(zip(given, self.parameters.tolist(), strict=True))
             return _seconds(lambda: [self.family.steady(fields, *own) for fields, own in rows]) / len(rows)
         # Without what it takes to draw a state, which may have to settle first.
         before = _seconds(lambda: self.solve(points, stretch, self.given))
@@ -194,7 +195,6 @@ def _solvers(task: Task, log: Callable[[str], None]) -> dict:
         stays = np.repeat(truth[:, task.given - 1 : task.given], truth.shape[1] - task.given, axis=1)
         persistence = _error(stays, truth[:, task.given :])
     return {
-        "title": task.family.title,
         "grid": list(truth.shape[3:]),
         "frames": truth.shape[1] - task.given,
         "samples": task.num_samples,
@@ -329,9 +329,4 @@ def _panel(ax: Axes, name: str, row: Mapping) -> None:
     ax.set(xlabel=style.label("time for a trajectory", "ms"), ylabel=style.label("nRMSE"))
 
 
-def figures(report: Mapping) -> dict[str, Figure]:
-    """By file name."""
-    return {"worth": draw(report)}
-
-
-write_figures = style.writer(figures)
+write_figures = style.writer(lambda report: {"worth": draw(report)})

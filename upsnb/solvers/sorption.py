@@ -30,6 +30,7 @@ def diffusion_sorption(
     Args:
         times: the first that of the state.
         D: diffusivity in water.
+        tolerance: of the integrator, relative and absolute.
         medium: porosity, density and sorption, as `retardation` takes them.
     """
     import scipy.integrate  # here, because it takes a while and whoever reads a config would wait for it
