@@ -37,7 +37,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_repository.py
 
 # Fast tests first: most mistakes show within a minute. Many start processes of their own and wait for them, so three at
-# a time on fewer cores; notebooks compute, so two. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's
+# a time on fewer cores. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's
 # parameters; nbval's limit is one per cell, and like pytest's against hangs alone.
 # A file stays on one worker, where its tests share a run (pytest 9.2 takes xdist's groups back); in the folders' order,
 # because by the number of tests the longest files would begin last.
@@ -52,7 +52,7 @@ test: compiler $(EXTRAS) $(VASTAI)
 	$(BIN)/python -m pytest -q tests/test_repository.py tests -m "not slow and not long" -n $(WORKERS) $(BY_FILE)
 	PYTHONPATH="$(CURDIR)" .extras/bin/python -m pytest -q tests/extras -n 2 $(BY_FILE)
 	$(if $(NOTEBOOKS),PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -v -p smoke --nbval-lax --nbval-current-env \
-		--nbval-cell-timeout=1800 --timeout=0 -n 2 $(BY_FILE) $(NOTEBOOKS))
+		--nbval-cell-timeout=1800 --timeout=0 -n 3 $(BY_FILE) $(NOTEBOOKS))
 
 slow: compiler $(HOSTED) $(VASTAI)
 	$(BIN)/python -m pytest -q tests -m "slow and not long" -n 3 $(BY_FILE) --durations=10

@@ -1,5 +1,6 @@
 """A clean room around each test, and the tiny data, configs and models that tests of training share."""
 
+import gc
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # the first step of any optimizer imports it
 from made_runs import START, TOKENS
 from real_files import SMALL_FILES
 
@@ -35,6 +37,13 @@ GENERATED = {
 def one_thread():
     """Sums in one order, and no slower beside another job: in what tests of a file share as well."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_is_imported_is_no_garbage():
+    """Each stage of a training ends with a collection, which would walk 300,000 objects of modules every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -58,8 +58,8 @@ FLIPS = {
     10: {"training.amp": False, "operator.pdet.use_activation_checkpoint": False},
 }
 CASES = {  # name: (settings, steps, {step: flip})
-    "adamw": ({"optimizer.name": "adamw"}, 12, {}),
-    "muon": ({"optimizer.name": "muon_hybrid"}, 12, {}),
+    "adamw": ({"optimizer.name": "adamw"}, 6, {}),
+    "muon": ({"optimizer.name": "muon_hybrid"}, 6, {}),
     "every microbatch": ({"optimizer.name": "adamw", **EVERY}, 6, {}),
     "latent": (LATENT, 6, {}),
     "nothing in the last microbatch": ({"optimizer.name": "adamw", **NOTHING_LAST}, 6, {}),
