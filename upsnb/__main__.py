@@ -416,6 +416,8 @@ def _defaults(notebook: Path) -> dict:
 
 def _execute(notebook: Path, executed: Path, parameters: dict) -> str | None:
     """Execute, showing what the cells print as they print it; None, or why it failed."""
+    # It builds 40 parsers when jsonschema imports it, for a second or two, to check addresses that no notebook has.
+    sys.modules.setdefault("rfc3987_syntax", None)
     try:
         import papermill  # an extra: a hosted notebook trains without it
         from nbclient.exceptions import DeadKernelError
