@@ -181,6 +181,14 @@ def test_what_makes_a_step_faster_changes_it_by_rounding_only(train_cuda, tmp_pa
     np.testing.assert_allclose(losses(fast), losses(plain), rtol=5e-3)
 
 
+@pytest.mark.parametrize("scaled", [{}, {"training.amp": True, "training.amp_dtype": "float16"}], ids=["", "float16"])
+def test_gradients_that_are_copied_during_the_backward_pass_are_those_that_it_leaves(train_cuda, tmp_path, scaled):
+    single = {"optimizer.name": "adamw", "training.grad_clip": 0.1, "training.accum_steps": 1, **scaled}
+    plain = train_cuda(tmp_path / "plain", **single)
+    copied = train_cuda(tmp_path / "copied", **single, **{"training.cpu_offload_optimizer": True})
+    np.testing.assert_allclose(losses(copied), losses(plain), rtol=5e-3)
+
+
 def test_offloaded_moments_lie_in_host_memory_and_come_back(tiny_config):
     ranks = Ranks(device=torch.device("cuda", 0))
     setup = Setup.build(tiny_config(**CUDA, **{"training.grad_clip": None}), Path(), ranks, lambda message: None)

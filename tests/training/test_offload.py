@@ -23,10 +23,12 @@ ON = {"training.cpu_offload_optimizer": True}
 
 
 class Stream:
-    """A queue that has done everything at once."""
+    """A queue that has done everything at once; `waits` is told of each wait."""
+
+    waits = staticmethod(lambda: None)
 
     def wait_stream(self, other):
-        pass
+        self.waits()
 
     def record_event(self):
         return types.SimpleNamespace(synchronize=lambda: None)
@@ -77,6 +79,70 @@ def test_steps_on_the_host_are_adamw_s(tiny_setup, without_gpu, settings):
     assert isinstance(offloaded.optimizers[0], torch.optim.Muon)
     for setup in (plain, offloaded):
         train(setup, 3)
+    assert_same_weights(offloaded, plain)
+
+
+def train_singly(setup, steps: int) -> None:
+    """Steps of one microbatch."""
+    batches = setup.loader.epoch(0)
+    for step in range(steps):
+        setup.step([next(batches)], step)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"training.grad_clip": 1e-2},
+        {"training.grad_clip": 1e-2, "training.amp": True, "training.amp_dtype": "float16"},
+    ],
+    ids=["", "clipped", "scaled and clipped"],
+)
+def test_gradients_that_are_copied_during_the_backward_pass_step_as_if_after_it(
+    tiny_setup, without_gpu, monkeypatch, settings
+):
+    single = {**OFF, "training.accum_steps": 1, **settings}
+    plain, offloaded = tiny_setup(**single), tiny_setup(**single, **ON)
+    named = [*offloaded.model.named_parameters()]
+    still_to_come, copy_one = [], OffloadedAdamW._copy
+
+    def seen(self, parameter):
+        still_to_come.append(sum(other.grad is None for _, other in named))
+        copy_one(self, parameter)
+
+    monkeypatch.setattr(OffloadedAdamW, "_copy", seen)
+    for setup in (plain, offloaded):
+        train_singly(setup, 4)
+    assert_same_weights(offloaded, plain)
+    assert max(still_to_come) > min(still_to_come), "the first were copied before the last had been computed"
+    assert not any(p._post_accumulate_grad_hooks for _, p in named)
+
+
+def test_no_gradient_is_changed_on_the_device_before_its_copy_was_read(tiny_setup, without_gpu, monkeypatch):
+    setup, order = tiny_setup(**{**OFF, **ON, "training.accum_steps": 1, "training.grad_clip": 1e-2}), []
+    clip = optimizers.clip
+    monkeypatch.setattr(optimizers, "clip", lambda *given: order.append("clip") or clip(*given))
+    monkeypatch.setattr(
+        OffloadedAdamW, "wait", lambda self, real=OffloadedAdamW.wait: order.append("begin") or real(self)
+    )
+    monkeypatch.setattr(Stream, "waits", staticmethod(lambda: order.append("a stream waits")))
+    train_singly(setup, 1)
+    assert order[order.index("begin") :][:3] == ["begin", "a stream waits", "clip"]
+
+
+def test_a_step_that_was_given_up_after_its_copies_is_taken_again_in_halves(tiny_setup, without_gpu, monkeypatch):
+    """As after running out of memory: what was copied is of a step that never was."""
+    single = {**OFF, "training.accum_steps": 1, "training.grad_clip": 1e-2}
+    plain, offloaded = tiny_setup(**single), tiny_setup(**single, **ON)
+    batches = [*offloaded.loader.epoch(0)]
+    other = next(batch for batch in batches if batch.dataset == "advection")
+    halves = [batch for batch in batches if batch.dataset == "darcy"][:2]
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(optimizers, "clip", lambda *given: (_ for _ in ()).throw(MemoryError))
+        offloaded.step([other], 0)
+    optimizers.JointOptimizer(offloaded.optimizers).zero_grad()
+    for setup in (plain, offloaded):
+        setup.step(halves, 0)
     assert_same_weights(offloaded, plain)
 
 
@@ -163,8 +229,9 @@ def test_without_a_gpu_it_is_refused_with_the_reason():
     assert problem.setting == "training.cpu_offload_optimizer" and "host memory" in problem.found
 
 
-def test_memory_of_offloaded_steps_can_be_measured(tiny_config, without_gpu, tmp_path):
-    rehearsal = Rehearsal(tiny_config(**OFF, **ON), tmp_path, torch.device("cpu"))
+@pytest.mark.parametrize("settings", [{}, {"training.accum_steps": 1, "training.grad_clip": 1.0}], ids=["two", "one"])
+def test_memory_of_offloaded_steps_can_be_measured(tiny_config, without_gpu, tmp_path, settings):
+    rehearsal = Rehearsal(tiny_config(**{**OFF, **ON, **settings}), tmp_path, torch.device("cpu"))
     assert isinstance(rehearsal.setup.optimizers[-1], OffloadedAdamW)
     account = rehearsal.account(2)
     assert {what for _, what in account.marks} == {"forward pass", "backward pass", "optimizer step"}

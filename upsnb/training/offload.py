@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,7 +16,8 @@ class OffloadedAdamW:
     torchao's optimizer copies gradients to the host in hooks on the parameters, one by one during backward. Under DDP
     those are the gradients of this rank before they are averaged, with several microbatches every copy but the last is
     for nothing, and what FSDP2 shards its hooks do not see as plain tensors. So it is given views of the local
-    parameters that no backward pass reaches, and its hooks are run here, when the gradients are final.
+    parameters that no backward pass reaches, and its hooks are run here: during a backward pass that is said to be
+    the only one of a step, on one rank, else when the gradients are final.
 
     Tensors below 4096 elements stay on the device (torchao's `minimal_size`). Host steps are always fused.
 
@@ -32,6 +36,7 @@ class OffloadedAdamW:
         owners = {self.views[p]: group for group in self.param_groups for p in group["params"]}
         self.inner_groups = [(inner.param_groups[0], owners[view]) for view, inner in self.inner.optim_dict.items()]
         self.inner_groups += [(kept, owners[kept["params"][0]]) for kept in self.inner.d_param_groups]
+        self.ahead = False  # the gradients of this step were copied during its backward pass
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -60,13 +65,55 @@ class OffloadedAdamW:
         for view, host in self.inner.param_d2h_map.items():
             host.copy_(view)
 
+    @contextmanager
+    def copying(self, is_only_one: bool) -> Iterator[None]:
+        """Around a backward pass: each gradient goes to the host while the next are computed, if no pass adds to it.
+
+        What changes all gradients alike before the step is said by `multiplied`.
+        """
+        self.ahead, hooks = False, []
+        for inner in self.inner.optim_dict.values():
+            inner.grad_scale = None
+        if is_only_one:
+            large = (p for p, view in self.views.items() if view in self.inner.optim_dict)
+            hooks = [p.register_post_accumulate_grad_hook(self._copy) for p in large]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.ahead = is_only_one
+
+    def _copy(self, parameter: Tensor) -> None:
+        """Begin to copy a gradient, as torchao does when autograd has accumulated it."""
+        view = self.views[parameter]
+        view.grad = local(parameter.grad)
+        for hook in view._post_accumulate_grad_hooks.values():
+            hook(view)
+
+    def wait(self) -> None:
+        """Let the device change no gradient before its copy has been read; the host goes on."""
+        torch.cuda.current_stream().wait_stream(self.inner.stream)
+
+    def multiplied(self, factor: Tensor) -> None:
+        """Note by what all gradients on the device were multiplied after they were copied."""
+        scale = (1 / factor).to("cpu", torch.float32)
+        for inner in self.inner.optim_dict.values():
+            inner.grad_scale = scale  # a fused step divides by it
+
     def step(self) -> None:
-        """Copy the gradients to the host, step there, and copy the parameters back; waits until they are."""
+        """Step on the host, with gradients that are copied there unless they have been; copy the parameters back.
+
+        Waits until they are.
+        """
         for p, view in self.views.items():
-            view.grad = None if p.grad is None else local(p.grad)
-            if view in self.inner.optim_dict:
-                for hook in view._post_accumulate_grad_hooks.values():  # as autograd would after backward
-                    hook(view)
+            if p.grad is None:
+                view.grad = None
+                self.inner.queue.pop(view, None)
+            elif view not in self.inner.optim_dict:
+                view.grad = local(p.grad)
+            elif not self.ahead:
+                self._copy(p)
         for inner, group in self.inner_groups:
             inner["lr"] = group["lr"]
         self.inner.step()

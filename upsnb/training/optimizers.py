@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,16 @@ def load_optimizer_state(
                     optimizer.state[parameter]["step"] = taken["step"].to("cpu")
 
 
+@contextmanager
+def backward_pass(optimizers: list[torch.optim.Optimizer], is_only_one: bool) -> Iterator[None]:
+    """Around a backward pass; `is_only_one`: nothing is added to the gradients that it leaves, by none or another."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            if isinstance(optimizer, OffloadedAdamW):
+                stack.enter_context(optimizer.copying(is_only_one))
+        yield
+
+
 def weights_changed(optimizers: list[torch.optim.Optimizer]) -> None:
     """Tell optimizers that keep copies of the weights that these were loaded; averages swapped in and out need not."""
     for optimizer in optimizers:
@@ -136,6 +147,20 @@ class JointOptimizer:
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def unscale_and_clip(
+        self, scaler: torch.amp.GradScaler, parameters: Iterable[Tensor], limit: float | None
+    ) -> Tensor:
+        """Undo the loss's scale in all gradients and `clip` them; also for those that are on their way to the host."""
+        ahead = [each for each in self.optimizers if isinstance(each, OffloadedAdamW) and each.ahead]
+        for optimizer in ahead:
+            optimizer.wait()
+        scaler.unscale_(self)
+        norm = clip(parameters, limit)
+        for optimizer in ahead:
+            shrunk = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)  # as torch clips
+            optimizer.multiplied(shrunk / scaler.scale(torch.ones_like(norm)))
+        return norm
 
 
 def learning_rate_factor(config: SchedulerConfig, progress: float) -> float:

@@ -264,7 +264,8 @@ class Setup:
         with span(FORWARD):
             total, values = self.loss(batch, weights, dtype)
         if total.requires_grad:  # else no term acts on this microbatch
-            with span(BACKWARD):
+            alone = num_microbatches == self.ranks.world_size == 1 and not self.config.training.use_fsdp2
+            with span(BACKWARD), optimizers.backward_pass(self.optimizers, is_only_one=alone):
                 self.scaler.scale(total / num_microbatches).backward()
         return total.detach(), values
 
@@ -273,8 +274,7 @@ class Setup:
             self.skipped, self.optimizer_marks = "", (mark(self.ranks.device), mark(self.ranks.device))
             return torch.zeros_like(loss)
         together = optimizers.JointOptimizer(self.optimizers)
-        self.scaler.unscale_(together)
-        norm = optimizers.clip(self.model.parameters(), grad_clip)
+        norm = together.unscale_and_clip(self.scaler, self.model.parameters(), grad_clip)
         self.skipped = "" if self.config.guards.nonfinite == "off" else self._reason_to_skip(loss, norm)
         begin = mark(self.ranks.device)
         if not self.skipped:
