@@ -37,8 +37,8 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_repository.py
 
 # Fast tests first: most mistakes show within a minute. Many start processes of their own and wait for them, so three at
-# a time on fewer cores. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's
-# parameters; nbval's limit is one per cell, and like pytest's against hangs alone.
+# a time on fewer cores. tests/notebooks/smoke.py puts params/smoke.yaml below a notebook's parameters; nbval's limit is
+# one per cell, and like pytest's against hangs alone.
 # A file stays on one worker, where its tests share a run (pytest 9.2 takes xdist's groups back); in the folders' order,
 # because by the number of tests the longest files would begin last.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((cores > 3 ? cores : 3)))

@@ -36,7 +36,6 @@ class OffloadedAdamW:
         owners = {self.views[p]: group for group in self.param_groups for p in group["params"]}
         self.inner_groups = [(inner.param_groups[0], owners[view]) for view, inner in self.inner.optim_dict.items()]
         self.inner_groups += [(kept, owners[kept["params"][0]]) for kept in self.inner.d_param_groups]
-        self.ahead = False  # the gradients of this step were copied during its backward pass
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -66,23 +65,23 @@ class OffloadedAdamW:
             host.copy_(view)
 
     @contextmanager
-    def copying(self, is_only_one: bool) -> Iterator[None]:
-        """Around a backward pass: each gradient goes to the host while the next are computed, if no pass adds to it.
+    def copying(self) -> Iterator[None]:
+        """Around a backward pass to whose gradients nothing is added: each goes to the host while the next is computed.
 
-        What changes all gradients alike before the step is said by `multiplied`.
+        What changes all of them alike before the step is said by `multiplied`.
         """
-        self.ahead, hooks = False, []
-        for inner in self.inner.optim_dict.values():
-            inner.grad_scale = None
-        if is_only_one:
-            large = (p for p, view in self.views.items() if view in self.inner.optim_dict)
-            hooks = [p.register_post_accumulate_grad_hook(self._copy) for p in large]
+        large = (p for p, view in self.views.items() if view in self.inner.optim_dict)
+        hooks = [p.register_post_accumulate_grad_hook(self._copy) for p in large]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        self.ahead = is_only_one
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether gradients of this step are on their way to the host."""
+        return bool(self.inner.queue)
 
     def _copy(self, parameter: Tensor) -> None:
         """Begin to copy a gradient, as torchao does when autograd has accumulated it."""
@@ -112,16 +111,19 @@ class OffloadedAdamW:
                 self.inner.queue.pop(view, None)
             elif view not in self.inner.optim_dict:
                 view.grad = local(p.grad)
-            elif not self.ahead:
+            elif view not in self.inner.queue:
                 self._copy(p)
         for inner, group in self.inner_groups:
             inner["lr"] = group["lr"]
         self.inner.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, on the device and in the views."""
+        """Forget the gradients, on the device and in the views, and what was copied of a step that was not taken."""
         for p, view in self.views.items():
             p.grad = view.grad = None
+        for inner in self.inner.optim_dict.values():
+            inner.grad_scale = None
+        self.inner.queue.clear()
 
 
 def local(x: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -96,14 +96,9 @@ def load_optimizer_state(
                     optimizer.state[parameter]["step"] = taken["step"].to("cpu")
 
 
-@contextmanager
-def backward_pass(optimizers: list[torch.optim.Optimizer], is_only_one: bool) -> Iterator[None]:
-    """Around a backward pass; `is_only_one`: nothing is added to the gradients that it leaves, by none or another."""
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            if isinstance(optimizer, OffloadedAdamW):
-                stack.enter_context(optimizer.copying(is_only_one))
-        yield
+def copying(optimizers: list[torch.optim.Optimizer]) -> AbstractContextManager:
+    """Around a backward pass whose gradients are stepped on as it leaves them: offloaded ones are copied meanwhile."""
+    return next((each.copying() for each in optimizers if isinstance(each, OffloadedAdamW)), nullcontext())
 
 
 def weights_changed(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -152,7 +147,7 @@ class JointOptimizer:
         self, scaler: torch.amp.GradScaler, parameters: Iterable[Tensor], limit: float | None
     ) -> Tensor:
         """Undo the loss's scale in all gradients and `clip` them; also for those that are on their way to the host."""
-        ahead = [each for each in self.optimizers if isinstance(each, OffloadedAdamW) and each.ahead]
+        ahead = [each for each in self.optimizers if isinstance(each, OffloadedAdamW) and each.is_ahead]
         for optimizer in ahead:
             optimizer.wait()
         scaler.unscale_(self)

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -264,16 +265,17 @@ class Setup:
         with span(FORWARD):
             total, values = self.loss(batch, weights, dtype)
         if total.requires_grad:  # else no term acts on this microbatch
-            alone = num_microbatches == self.ranks.world_size == 1 and not self.config.training.use_fsdp2
-            with span(BACKWARD), optimizers.backward_pass(self.optimizers, is_only_one=alone):
+            is_alone = num_microbatches == self.ranks.world_size == 1 and not self.config.training.use_fsdp2
+            with span(BACKWARD), optimizers.copying(self.optimizers) if is_alone else nullcontext():
                 self.scaler.scale(total / num_microbatches).backward()
         return total.detach(), values
 
     def _update(self, grad_clip: float | None, loss: Tensor) -> Tensor:
+        together = optimizers.JointOptimizer(self.optimizers)
         if all(parameter.grad is None for parameter in self.model.parameters()):  # no term acted; a scaler would assert
             self.skipped, self.optimizer_marks = "", (mark(self.ranks.device), mark(self.ranks.device))
+            together.zero_grad()  # compiled, it was zeros that were copied ahead
             return torch.zeros_like(loss)
-        together = optimizers.JointOptimizer(self.optimizers)
         norm = together.unscale_and_clip(self.scaler, self.model.parameters(), grad_clip)
         self.skipped = "" if self.config.guards.nonfinite == "off" else self._reason_to_skip(loss, norm)
         begin = mark(self.ranks.device)
@@ -362,8 +364,7 @@ class Setup:
     def discard_step(self) -> None:
         """Forget a step that failed before its update: its gradients, and what the scaler noted of them."""
         parallel.forget_iteration(self.loss)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        optimizers.JointOptimizer(self.optimizers).zero_grad()
         noted, self.scaler = self.scaler.state_dict(), precision.build_scaler(self.config, self.ranks.device)
         self.scaler.load_state_dict(noted)
         parallel.release(self.ranks.device)  # what the failure's frames held
