@@ -3,14 +3,14 @@
 One core each, at the same time, so that whatever else the machine does happens to both.
 
     make .extras/.installed
-    PYTHONPATH=. .extras/bin/python benchmarks/eleven.py ../shared/data/pdebench-small     # a quiet hour, on Linux
-    ... --only cfd1d cfd2d                                                          # what is known of others stays
+    PYTHONPATH=. .extras/bin/python benchmarks/eleven.py ../shared/data/pdebench-small     # three quiet hours, on Linux
+    ... --only cfd1d cfd2d --seeds 42                                               # what is known of others stays
 
 UPS trains as `params/family/<name>.yaml` says, compile time within its five minutes; the FNO as
 `params/models/neuralop.yaml` on top of that, in float32 and not compiled. A tenth of each file is the test split, first
 or last as PDEBench's own loader takes it, of files with few samples more (FEW); where that leaks, errors are those of
 the samples that training has not seen. Ends with the weights that validated best, where anything is left to validate
-on. One seed. Writes outputs/reference/eleven/report.json.
+on. Writes outputs/reference/eleven/report.json.
 """
 
 import json
@@ -50,12 +50,12 @@ FEW = {  # shares for validation and test; of the last four a file has two to si
     "incompressible2d": (0.0, 0.5),
     "cfd3d": (0.0, 0.5),
 }
-MODELS, TIME_S = ("ups", "neuralop"), 300.0
+MODELS, SEEDS, TIME_S = ("ups", "neuralop"), (42, 43, 44), 300.0
 PLAIN = {"training.compile": False, "training.amp": False}  # complex weights have no halves, and kernels do not pay
 SCORES = ("nrmse_mean", "nrmse_median", "nrmse_p90", "rollout_nrmse_mean", "rollout_nrmse_median", "rollout_nrmse_p90")
 
 
-def settings(family: str, model: str, data: Path, time_s: float) -> RunConfig:
+def settings(family: str, model: str, data: Path, time_s: float, seed: int) -> RunConfig:
     """A family's file with its real data, and another model on top of it."""
     validation, test = FEW.get(family, (0.05, 0.1))
     own = {
@@ -64,8 +64,9 @@ def settings(family: str, model: str, data: Path, time_s: float) -> RunConfig:
         "data.root": str(data.absolute()),
         f"data.datasets.{family}.files": [FILES[family]],
         "training.time_limit_s": time_s,
+        "training.seed": seed,
         "evaluation.checkpoint": "best" if validation else "last",
-        "logging.name": f"{family}-{model}",
+        "logging.name": f"{family}-{model}-{seed}",
     }
     files = [ROOT / f"params/family/{family}.yaml"]
     if model != "ups":
@@ -105,23 +106,26 @@ def main() -> None:
     parser = arguments(__doc__, "eleven/report.json")
     parser.add_argument("data", type=Path, help="where PDEBench's small files are")
     parser.add_argument("--only", nargs="+", choices=FILES, default=list(FILES), metavar="FAMILY")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED")
     parser.add_argument("--time", type=float, default=TIME_S, help="training of each model [s]")
     args = parser.parse_args()
     torch.set_num_threads(1)  # of this process, which starts runs from one core: two threads there wait for each other
     known = json.loads(args.output.read_text())["families"] if args.output.exists() else {}
     work = runfolder.new_folder("eleven")
-    for family in args.only:
-        known[family] = {"time_s": args.time, "cores": 1}
-        runs = {}
-        for core, model in zip(sorted(os.sched_getaffinity(0)), MODELS):
-            config = settings(family, model, args.data, args.time)
-            runs[model] = start_on(core, config, work / f"{family}-{model}")
-        for model, run in runs.items():
-            known[family][model] = row = reached(run)
-            error = row.get("rollout_nrmse_mean", row["nrmse_mean"])
-            print(f"{family}, {model}: nRMSE {error:.4g}, beside {row['references']}", flush=True)
-        known[family] = finish(known[family], None)  # the others may be of another machine or revision
-        save({"format": 1, "kind": "eleven", "families": known}, args.output)
+    for seed in args.seeds:
+        for family in args.only:
+            found = {"seed": seed, "time_s": args.time, "cores": 1}
+            runs = {}
+            for core, model in zip(sorted(os.sched_getaffinity(0)), MODELS):
+                config = settings(family, model, args.data, args.time, seed)
+                runs[model] = start_on(core, config, work / config.logging.name)
+            for model, run in runs.items():
+                found[model] = row = reached(run)
+                error = row.get("rollout_nrmse_mean", row["nrmse_mean"])
+                print(f"{family}, {model}, seed {seed}: nRMSE {error:.4g}, beside {row['references']}", flush=True)
+            others = [one for one in known.get(family, []) if one["seed"] != seed]
+            known[family] = sorted([*others, finish(found, None)], key=lambda one: one["seed"])
+            save({"format": 1, "kind": "eleven", "families": known}, args.output)
 
 
 if __name__ == "__main__":

@@ -106,18 +106,22 @@ def test_families_where_another_model_is_better_are_counted_as_such():
         errors = {f"{prefix}nrmse_{key}": mean for key in ("mean", "median", "p90")}
         return {**errors, "references": references, "num_trained": 9, "num_samples": 3}
 
+    def seed(ours, theirs, prefix="", **references):
+        return {"time_s": 300.0, "ups": model(ours, prefix, **references), "neuralop": model(theirs, prefix)}
+
     families = {
-        "darcy2d": {"time_s": 300.0, "ups": model(0.02, "", look_up=0.2), "neuralop": model(0.05, "")},
-        "burgers1d": {
-            "time_s": 300.0, "ups": model(0.3, "rollout_", persistence=0.9), "neuralop": model(0.2, "rollout_")
-        },
-    }  # fmt: skip
+        "darcy2d": [seed(0.02, 0.04, look_up=0.25), seed(0.02, 0.06, look_up=0.25)],
+        "burgers1d": [seed(0.3, 0.2, "rollout_", persistence=0.9)],
+        "cfd1d": [seed(0.1, 0.3), seed(0.3, 0.2)],
+    }
     origin = {"hardware": LAPTOP.as_dict(), "versions": {"torch": "2"}, "date": "2026-01-01"}
     text = tables.eleven({"families": families, **origin})
-    assert text.startswith("300 s for each training, one seed") and "in 1 of 2 families" in text
+    assert text.startswith("300 s for each training, 2 cores"), text
+    assert "smaller mean error in 2 of 3 families, with every seed in 1" in text
     found = rows(text)
-    assert "2.50" in found["darcy2d"] and "0.67" in found["burgers1d"] and "9 / 3" in found["darcy2d"]
-    assert "0.9" in found["burgers1d"] and "0.2" in found["darcy2d"]
+    assert "2.50 (2.00 to 3.00)" in found["darcy2d"] and "9 / 3" in found["darcy2d"] and "2" in found["darcy2d"]
+    assert "0.67" in found["burgers1d"] and "0.9" in found["burgers1d"] and "0.25" in found["darcy2d"]
+    assert "1.25 (0.67 to 3.00)" in found["cfd1d"]
 
 
 def test_phases_that_lose_fail_or_cannot_run_say_so_beside_their_promise(phases_report):
