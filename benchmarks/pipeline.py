@@ -36,7 +36,7 @@ PRESETS = {  # params files, on top of each other, and seeds
     "pipeline_kolmogorov": (42, 43, 44),
     "pipeline_darcy": (42, 43, 44),
     "pipeline_ks+pipeline_diffusion": (42, 43, 44),
-    "pipeline_darcy+pipeline_diffusion": (42,),
+    "pipeline_darcy+pipeline_diffusion": (42, 43, 44),
 }
 PERTURBED, SIZES = "finetune, perturbed", (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # noise that validation chooses [std]
 KEPT = (  # of what is found of a stage
