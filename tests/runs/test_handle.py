@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -140,6 +141,28 @@ def test_folder_describes_the_run(folder):
     manifest = run.manifest
     assert manifest["seeds"]["training"] == 42 and manifest["versions"]["torch"] and manifest["hardware"]["num_cores"]
     assert manifest["segments"] == [] and manifest["phases_skipped"] == {}
+
+
+def test_code_is_another_by_what_differs_in_it_and_not_by_evidence(tmp_path, monkeypatch):
+    def git(*command):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.invalid", *command], cwd=tmp_path, check=True)
+
+    code, evidence = tmp_path / "upsnb/errors.py", tmp_path / "outputs/reference/report.json"
+    for path in (code, evidence, tmp_path / "upsnb/runs/runfolder.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1\n")
+    monkeypatch.setattr(runfolder, "__file__", str(tmp_path / "upsnb/runs/runfolder.py"))
+    monkeypatch.chdir(tmp_path)
+    assert runfolder.code_revision() == "unknown"
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "all")
+    revision = runfolder.code_revision()
+    assert re.fullmatch("[0-9a-f]{40}", revision)
+    evidence.write_text("2\n")
+    assert runfolder.code_revision() == revision
+    code.write_text("2\n")
+    assert runfolder.code_revision() == f"{revision}-dirty"
 
 
 def test_folders_of_one_second_do_not_collide(tmp_path, monkeypatch):

@@ -134,22 +134,23 @@ def update_manifest(folder: Path, last_words: bool = False, **changes) -> dict:
 
 
 def code_revision() -> str:
-    """The git commit of this code, `-dirty` where files differ from it; "unknown" outside a repository.
+    """The git commit of this code, `-dirty` where files differ from it, evidence in `outputs/` aside.
 
-    Code that was sent to another machine says in a file which one it is.
+    It is "unknown" outside a repository. Code that was sent to another machine says in a file which one it is.
     """
     with contextlib.suppress(OSError):
         return (project_root() / REVISION).read_text().strip()
     package = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(package), *arguments]
+        command = ["git", "--no-optional-locks", "-C", str(package), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
         # A package installed inside a foreign repository is not its code.
         git("ls-files", "--error-unmatch", "errors.py")
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        differs = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)outputs")
+        return git("rev-parse", "HEAD") + "-dirty" * bool(differs)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
