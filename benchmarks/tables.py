@@ -73,6 +73,9 @@ def places(report: Mapping, entries: Sequence[Mapping]) -> tuple[str, list[str]]
     Rows say it where they differ. Reports of before entries kept their own say where the last of them was measured.
     """
     own = [where(entry) if "hardware" in entry else "" for entry in entries]
+    machines = {where({**entry, "date": None}) if place else "" for entry, place in zip(entries, own)}
+    if len({*own}) > 1 and len(machines) == 1:
+        return f"{machines.pop()}, on the day that each row says", [entry["date"] for entry in entries]
     if len({*own}) > 1:
         return "measured where each row says", [place or "before, not kept" for place in own]
     return own[0] or f"{where(report)} (some rows may be older)", [""] * len(own)

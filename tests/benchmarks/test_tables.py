@@ -124,6 +124,14 @@ def test_families_where_another_model_is_better_are_counted_as_such():
     assert "1.25 (0.67 to 3.00)" in found["cfd1d"]
 
 
+def test_rows_of_one_machine_say_their_day_and_rows_of_several_their_machine():
+    first = {"hardware": LAPTOP.as_dict(), "versions": {"torch": "2"}, "date": "2026-01-01"}
+    head, told = tables.places({}, [first, {**first, "date": "2026-01-02"}])
+    assert head.endswith("torch 2, on the day that each row says") and told == ["2026-01-01", "2026-01-02"]
+    head, told = tables.places({}, [first, {**first, "versions": {"torch": "3"}}])
+    assert head == "measured where each row says" and [*map(len, told)] == [len(tables.where(first))] * 2
+
+
 def test_phases_that_lose_fail_or_cannot_run_say_so_beside_their_promise(phases_report):
     found = {name: " | ".join(cells) for name, cells in rows(readme.phases(phases_report)).items()}
     assert "1.36 | 1.50 [1.50, 1.50] | 1 | 1.36 | 1.50 [1.50, 1.50] | 1 | 1.50 [" in found["compile"]
