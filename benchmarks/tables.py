@@ -336,12 +336,12 @@ def steady_prior(report: Mapping) -> str:
 def eleven(report: Mapping) -> str:
     """Each family's errors, of the whole rollout where there is a time, beside those of an FNO and of no model.
 
-    Numbers are means over seeds, in brackets the smallest and the largest of them.
+    Numbers are means over seeds; ratios have the smallest and the largest of single seeds in brackets.
     """
     every = [found for seeds in report["families"].values() for found in seeds]
-    rows, (place, measured) = [], places(report, [seeds[-1] for seeds in report["families"].values()])
-    ahead, in_each = 0, 0
-    for (family, seeds), own in zip(report["families"].items(), measured):
+    rows, (place, told) = [], places(report, every)
+    measured, ahead, in_each = iter(told), 0, 0
+    for family, seeds in report["families"].items():
         rolled = "rollout_" * ("rollout_nrmse_mean" in seeds[0]["ups"])
         errors = {
             f"{title}, {what}": [found[model][f"{rolled}nrmse_{key}"] for found in seeds]
@@ -351,7 +351,7 @@ def eleven(report: Mapping) -> str:
         means = {name: fmean(values) for name, values in errors.items()}
         ratios = [theirs / ours for theirs, ours in zip(errors["FNO, mean"], errors["UPS, mean"], strict=True)]
         ratio = means["FNO, mean"] / means["UPS, mean"]
-        ahead, in_each = ahead + (ratio > 1), in_each + (min(ratios) > 1)
+        ahead, in_each = ahead + (ratio > 1), in_each + (min(ratios) > 1 and len(seeds) > 1)
         first = seeds[0]["ups"]
         rows.append(
             {
@@ -360,13 +360,15 @@ def eleven(report: Mapping) -> str:
                 "seeds": len(seeds),
                 **{name: f"{value:.4g}" for name, value in (means | first["references"]).items()},
                 "FNO over UPS": f"{ratio:.2f}" + f" ({min(ratios):.2f} to {max(ratios):.2f})" * (len(seeds) > 1),
-                "measured on": own,
+                "measured on": ", ".join(dict.fromkeys(next(measured) for _ in seeds)),
             }
         )
     seconds = " or ".join(f"{time_s:g}" for time_s in sorted({found["time_s"] for found in every}))
     apart = all(found.get("cores") == 1 for found in every)
     how = "one core for each model, both at the same time, " if apart else ""
-    verdict = f"UPS has the smaller mean error in {ahead} of {len(rows)} families, with every seed in {in_each}."
+    verdict = (
+        f"UPS has the smaller mean error in {ahead} of {len(rows)} families, with each of several seeds in {in_each}."
+    )
     return f"{seconds} s for each training, {how}{place}. {verdict}\n\n{markdown(pd.DataFrame(rows).fillna(''))}"
 
 
