@@ -164,6 +164,17 @@ def test_generated_darcy_is_steady_and_of_every_second_cell_nobody_can_say(tmp_p
     opened = source.open_source("darcy2d", path, reduced_resolution=2)
     found = audit.audit(opened, source.split_samples(opened, "pdebench"))
     assert found.steady_nrmse is None and not opened.mirrors
+    assert opened.ghosts == [(0.5, 1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    "cells, stride, ghosts",
+    ((16, 1, (1, 1)), (16, 2, (0.5, 1)), (17, 2, (0.5, 0.5)), (16, 3, (1 / 3, 1 / 3)), (16, 6, (1 / 6, 4 / 6))),
+)
+def test_ghosts_stay_where_they_are_whichever_cells_are_kept(tmp_path, cells, stride, ghosts):
+    path = generate.generate(FAMILIES["darcy2d"], tmp_path / "2D_DarcyFlow_beta1.0.hdf5", 2, {}, resolution=cells)
+    opened = source.open_source("darcy2d", path, reduced_resolution=stride)
+    assert opened.ghosts == [ghosts] * 2 and opened.mirrors == (ghosts[0] == ghosts[1])
 
 
 @pytest.mark.parametrize("room", [1, 4 * 2 * 32])  # bytes: a frame of a sample at a time, two frames at a time

@@ -270,6 +270,26 @@ def test_zero_walls_hold_in_the_ghost_cells_at_any_resolution(make_model, make_s
         assert pressure[..., 4:].abs().min() > 1e-5
 
 
+EVERY_SECOND = {"zero_walls": True, "ghosts_before": (0.5, 0.5), "ghosts_after": (1.0, 1.0)}
+
+
+def test_zero_walls_hold_where_every_second_cell_was_kept(make_model, make_spec):
+    spec = make_spec("darcy2d", **EVERY_SECOND)
+    model, size, fields = make_model([spec]), spec.grid_shape[0], torch.rand(2, 1, 1, *spec.grid_shape)
+    ghosts = torch.tensor([[0.0, 0.3], [0.3, 1 + 0.5 / size], [1 + 0.5 / size, 0.7], [0.2, 0.0]])
+    assert model(spec.name, fields, torch.ones(2, 1), 0.0, ghosts).abs().max() < 1e-5
+
+
+def test_every_second_cell_and_all_of_them_are_one_problem_of_one_amplitude(make_model, make_spec):
+    spec = make_spec("darcy2d", **EVERY_SECOND, output_mean=(0.0,), output_std=(1.0,))
+    model, centre, one = make_model([spec]), torch.tensor([[0.5, 0.5]]), torch.ones(1, 1, 1, 1)
+    whole = tuple(2 * size for size in spec.grid_shape)
+    assert spec.ghosts(whole) == [(1.0, 1.0)] * 2
+    for shape in (spec.grid_shape, whole):
+        held = model._hold_walls(spec.name, one, shape, centre)
+        torch.testing.assert_close(held.flatten(), wall_factor(centre, shape, spec))
+
+
 def test_pressure_grows_with_the_square_of_the_width_between_ghost_cells(make_model, make_spec):
     spec = make_spec("darcy2d", zero_walls=True, output_mean=(0.0,), output_std=(1.0,))
     model, centre, one = make_model([spec]), torch.tensor([[0.5, 0.5]]), torch.ones(1, 1, 1, 1)

@@ -249,7 +249,7 @@ def test_a_target_of_zeros_gives_a_finite_loss():
 
 
 def test_walls_are_where_the_solver_puts_its_zeros():
-    points = wall_points((16, 16), "cpu")
+    points = wall_points((16, 16), [(1.0, 1.0)] * 2, "cpu")
     assert len(points) == 4 * 16
     outside = (points < 0) | (points > 1)
     assert (outside.sum(1) == 1).all()
@@ -257,6 +257,14 @@ def test_walls_are_where_the_solver_puts_its_zeros():
     # with nu = 1, 4 u - (its neighbours) = h^2: at a corner two neighbours are ghosts, and they are zero there
     u = solve_darcy(np.ones((16, 16)), beta=1.0)
     assert 4 * u[0, 0] - u[0, 1] - u[1, 0] == pytest.approx(1 / 16**2)
+
+
+def test_walls_of_every_second_cell_are_where_they_were():
+    cells = (2 * torch.arange(8) + 0.5) / 16  # of 16, in the unit coordinates that those have
+    inside = (torch.arange(8) + 0.5) / 8  # the same points in the coordinates of a grid of their own
+    points = wall_points((8, 8), [(0.5, 1.0)] * 2, "cpu")
+    own = points[(points <= 0) | (points > 1)].unique()
+    torch.testing.assert_close(own, torch.tensor([-0.5 / 16, 1 + 0.5 / 16]) + inside[0] - cells[0])
 
 
 def test_the_boundary_term_is_zero_for_a_field_that_is_zero_at_the_ghosts(make_loss, specs, monkeypatch):

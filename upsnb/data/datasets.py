@@ -344,6 +344,8 @@ def open_dataset(name: str, config: RunConfig, root: Path, log: Progress = lambd
         "parameter_low": parameters.min(axis=0),
         "parameter_high": parameters.max(axis=0),
     }
+    if family.zero_walls and source.reduced_resolution > 1:
+        measured["ghosts_before"], measured["ghosts_after"] = np.array(source.ghosts).T
     dt = source.dt * config.training.time_stride
     return Dataset(name, source, splits, frames, _spec(name, config, source.grid_shape, dt, measured), chosen.augment)
 

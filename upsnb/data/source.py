@@ -42,11 +42,25 @@ class Source:
     groups: tuple[tuple[str, ...], ...]  # of each grouped file, its samples
     reduced_resolution: int
     reduced_resolution_t: int
-    mirrors: bool  # onto its own points: of every second cell between two walls, the first is nearer to its wall
+    num_cells: tuple[int, ...]  # before reduction
     _handles: dict = field(default_factory=dict, repr=False, compare=False)  # (process id, file) -> open file
 
     def __getstate__(self):
         return self.__dict__ | {"_handles": {}}
+
+    @property
+    def ghosts(self) -> list[tuple[float, float]]:
+        """By axis, how far the ghost cells lie before the first point and after the last one, in distances of points.
+
+        They are one cell outside, as they were solved: of every second one of 128 cells, half a distance and a whole.
+        """
+        stride, sizes = self.reduced_resolution, zip(self.num_cells, self.grid_shape, strict=True)
+        return [(1 / stride, (cells - stride * (points - 1)) / stride) for cells, points in sizes]
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether mirror images lie on its own points."""
+        return all(wraps or before == after for wraps, (before, after) in zip(self.family.periodic, self.ghosts))
 
     def close(self) -> None:
         """Close this process's files; reading again opens them again."""
@@ -212,10 +226,7 @@ def open_source(
         groups=tuple(header.groups for header in headers),
         reduced_resolution=reduced_resolution,
         reduced_resolution_t=reduced_resolution_t,
-        mirrors=all(
-            wraps or (len(values) - 1) % reduced_resolution == 0
-            for wraps, values in zip(family.periodic, headers[0].coordinates, strict=True)
-        ),
+        num_cells=tuple(map(len, headers[0].coordinates)),
     )
 
 

@@ -32,7 +32,9 @@ class DatasetSpec:
     parameter_std: tuple[float, ...]
     parameter_low: tuple[float, ...] = ()  # lowest over the training split; empty in older checkpoints
     parameter_high: tuple[float, ...] = ()
-    zero_walls: bool = False  # outputs are zero in the ghost cells around the grid
+    zero_walls: bool = False  # outputs are zero in the ghost cells around the grid,
+    ghosts_before: tuple[float, ...] = ()  # which lie so many distances of points before the first one of each axis
+    ghosts_after: tuple[float, ...] = ()  # and after the last one; empty: one
     parameter_names: tuple[str, ...] = ()  # empty in older checkpoints, as are:
     priors: tuple[str, ...] = ()  # the physics terms of the loss that hold
 
@@ -40,6 +42,12 @@ class DatasetSpec:
     def from_plain(cls, values: dict) -> DatasetSpec:
         """A spec from its fields as JSON gives them back: lists for tuples."""
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+    def ghosts(self, shape: tuple[int, ...]) -> list[tuple[float, float]]:
+        """Where ghost cells lie around a grid, by axis; around another one than that of training they are its own."""
+        if not self.ghosts_before or shape != self.grid_shape:
+            return [(1.0, 1.0)] * len(shape)
+        return list(zip(self.ghosts_before, self.ghosts_after, strict=True))
 
     @property
     def num_dims(self) -> int:

@@ -153,8 +153,11 @@ class UPS(Surrogate):
         another resolution than the training grid's is another amplitude, and the ratio is known.
         """
         spec = self.specs[name]
-        widths = [(1 + 1 / size) / (1 + 1 / trained) for size, trained in zip(shape, spec.grid_shape)]
-        amplitude = math.prod(widths) ** (2 / len(widths))
+        asked, trained = [
+            math.prod([1 + (before + after - 1) / size for (before, after), size in zip(spec.ghosts(grid), grid)])
+            for grid in (shape, spec.grid_shape)
+        ]
+        amplitude = (asked / trained) ** (2 / len(shape))
         factor = wall_factor(grid_points(shape, values.device) if points is None else points, shape, spec)
         factor = amplitude * (factor.unflatten(0, shape) if points is None else factor)
         zero = self.constant(name, "output_zero", values.dim() - 3)
@@ -186,9 +189,9 @@ class UPS(Surrogate):
 
 
 def wall_factor(points_QS: Tensor, shape: tuple[int, ...], spec: DatasetSpec) -> Tensor:
-    """One inside, zero in the ghost cells half a cell outside the domain, with a layer one token wide, (Q,)."""
+    """One inside, zero in the ghost cells around the points of a grid, with a layer one token wide, (Q,)."""
     factor = torch.ones_like(points_QS[:, 0])
-    for x, size, tokens in zip(points_QS.unbind(-1), shape, spec.token_grid):
-        for distance in (x + 0.5 / size, 1 - x + 0.5 / size):
+    for x, size, tokens, (before, after) in zip(points_QS.unbind(-1), shape, spec.token_grid, spec.ghosts(shape)):
+        for distance in (x + (before - 0.5) / size, 1 - x + (after - 0.5) / size):
             factor = factor * -torch.expm1(-distance * tokens)
     return factor

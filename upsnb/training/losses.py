@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -78,15 +78,16 @@ def latent_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (error / target.var((1, 2)).clamp_min(1e-6)).mean()
 
 
-def wall_points(grid_shape: tuple[int, ...], device) -> Tensor:
+def wall_points(grid_shape: tuple[int, ...], ghosts: Sequence[tuple[float, float]], device) -> Tensor:
     """Unit coordinates of the ghost cells around a grid, where PDEBench's Darcy pressure is zero, (Q, S).
 
-    Half a cell outside the domain, a whole cell from the outermost centres.
+    Args:
+        ghosts: how far they lie outside of the outermost points, from `DatasetSpec.ghosts`.
     """
     sides = []
-    for axis, size in enumerate(grid_shape):
+    for axis, (size, (before, after)) in enumerate(zip(grid_shape, ghosts, strict=True)):
         face = grid_points(grid_shape[:axis] + grid_shape[axis + 1 :], device)
-        for value in (-0.5 / size, 1 + 0.5 / size):
+        for value in ((0.5 - before) / size, 1 + (after - 0.5) / size):
             wall = torch.full((len(face), 1), value, device=device)
             sides.append(torch.cat((face[:, :axis], wall, face[:, axis:]), dim=1))
     return torch.cat(sides)
@@ -277,7 +278,8 @@ class FieldObjective(Objective):
             terms |= self._grid_terms(name, active, x, grid_y.float(), target)
         if "boundary" in active:
             # zero outside, in units of the field's own spread
-            at_walls = forecast.at(wall_points(tuple(x.shape[3:]), x.device)).float()
+            grid = tuple(x.shape[3:])
+            at_walls = forecast.at(wall_points(grid, spec.ghosts(grid), x.device)).float()
             terms["boundary"] = (at_walls - model.constant(name, "output_zero", 1)).square().mean()
         return terms, ((x, *forecast.latents, grid_y) if inverse else ())
 
