@@ -1,5 +1,8 @@
 """An audit finds by itself what a dataset cannot test, and nothing where there is nothing."""
 
+import dataclasses
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -7,8 +10,9 @@ import yaml
 from tiny_files import own_fields, well_file, write
 
 from upsnb import __main__ as command
-from upsnb.data import audit, generate, source
+from upsnb.data import audit, datasets, generate, source
 from upsnb.data.families import FAMILIES
+from upsnb.data.spec import DatasetSpec
 from upsnb.errors import DataError
 from upsnb.training import metrics
 
@@ -164,7 +168,6 @@ def test_generated_darcy_is_steady_and_of_every_second_cell_nobody_can_say(tmp_p
     opened = source.open_source("darcy2d", path, reduced_resolution=2)
     found = audit.audit(opened, source.split_samples(opened, "pdebench"))
     assert found.steady_nrmse is None and not opened.mirrors
-    assert opened.ghosts == [(0.5, 1.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -175,6 +178,14 @@ def test_ghosts_stay_where_they_are_whichever_cells_are_kept(tmp_path, cells, st
     path = generate.generate(FAMILIES["darcy2d"], tmp_path / "2D_DarcyFlow_beta1.0.hdf5", 2, {}, resolution=cells)
     opened = source.open_source("darcy2d", path, reduced_resolution=stride)
     assert opened.ghosts == [ghosts] * 2 and opened.mirrors == (ghosts[0] == ghosts[1])
+
+
+@pytest.mark.parametrize("stride, ghosts", ((1, (1, 1)), (2, (0.5, 1))))
+def test_a_model_is_told_where_ghosts_lie_and_so_is_one_that_was_saved(tiny_config, data_root, stride, ghosts):
+    config = tiny_config(("darcy",), **{"data.datasets.darcy.reduced_resolution": stride})
+    spec = datasets.open_dataset("darcy", config, data_root).spec
+    saved = DatasetSpec.from_plain(json.loads(json.dumps(dataclasses.asdict(spec))))
+    assert spec.ghosts(spec.grid_shape) == saved.ghosts(saved.grid_shape) == [ghosts] * 2
 
 
 @pytest.mark.parametrize("room", [1, 4 * 2 * 32])  # bytes: a frame of a sample at a time, two frames at a time
