@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from upsnb import hardware, overlays, phases
 from upsnb.errors import ConfigError
 from upsnb.hardware import Hardware
 from upsnb.runs.runfolder import project_root
+from upsnb.training.timing import peak_memory_gib
 
 T4 = Hardware("cuda", 1, "T4", 15.0, 2, (7, 5))
 A100 = Hardware("cuda", 1, "A100", 40.0, 12, (8, 0))
@@ -184,3 +186,22 @@ def test_a_real_groups_quota_is_seen_by_the_process_in_it():
         assert done.stdout == "1\n", done.stderr
     finally:
         group.rmdir()
+
+
+def test_windows_is_refused_with_what_to_do():
+    tried = "import sys; sys.platform = 'win32'; import upsnb.errors"
+    refused = subprocess.run([sys.executable, "-c", tried], capture_output=True, text=True)
+    assert refused.returncode and "Linux and macOS -> on Windows, start it in WSL" in refused.stderr
+
+
+@pytest.mark.parametrize("module", ["upsnb.__main__", "upsnb.config", "upsnb.report.figures", "upsnb.runs.handle"])
+def test_windows_is_refused_before_what_it_lacks_is_missed(module):
+    order = f"import sys, {module}; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=True).stdout.split()
+    linux_only = {"upsnb.runs.files", "upsnb.runs.ranks", "upsnb.data.download", "upsnb.training.timing"} & {*imported}
+    assert all(imported.index("upsnb.errors") < imported.index(name) for name in linux_only)
+
+
+def test_peak_memory_is_in_gib_on_whatever_system_this_is():
+    resident = psutil.Process().memory_info().rss / 2**30
+    assert 0.99 * resident <= peak_memory_gib(torch.device("cpu")) < 100 * resident

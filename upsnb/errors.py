@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
+
+if sys.platform == "win32":  # here, because every module imports this one before it finds out by itself
+    raise ImportError("upsnb runs on Linux and macOS -> on Windows, start it in WSL")
 
 MOST_LISTED = 20  # problems in one message
 MOST_SHOWN = 80  # characters of a value in it

@@ -8,6 +8,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
+
 MARK = "UPSNB_SUPERVISOR"  # environment variable of every process of a run: the identity of its supervisor
 SEGMENT = "UPSNB_SEGMENT"  # environment variable of the ranks: how often they were launched before
 NODE = "UPSNB_NODE"  # environment variable of the ranks: number of their machine among the run's
@@ -40,13 +42,11 @@ def marked(identity: str) -> list[int]:
 
     Not by parent, group or session: torchrun gives each rank a session of its own, and orphans change parents.
     """
-    mark = f"{MARK}={identity}".encode()
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            pid = int(path.name)
-            if pid != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
-                found.append(pid)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
+            if process.pid != os.getpid() and process.environ().get(MARK) == identity:
+                found.append(process.pid)
     return found
 
 

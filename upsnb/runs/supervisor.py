@@ -164,7 +164,7 @@ class Supervisor:
             if hung:
                 self._ask_for_stacks(beats)
             if forced or left or hung:
-                self._kill(workers, beats)
+                self._kill(workers)
                 exit_code, is_lost = workers.wait(), self._is_lost()
                 cause = forced or left or hung
                 failed = Ending("failed", cause, exit_code=exit_code, crashed=left is not None, hung=hung is not None)
@@ -220,14 +220,10 @@ class Supervisor:
                 os.kill(beat["pid"], signal.SIGUSR1)
         time.sleep(STACKS_S)
 
-    def _kill(self, workers: subprocess.Popen, beats: dict[int, dict]) -> None:
+    def _kill(self, workers: subprocess.Popen) -> None:
         workers.kill()
         for _ in range(2):  # twice: one may have been starting another
             kill_marked(self.identity)
-        if not Path("/proc").is_dir():  # macOS shows no environments; heartbeats name the ranks of this segment
-            for beat in beats.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(beat["pid"], signal.SIGKILL)
 
     # -- manifest ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import sys
 import time
 from collections import deque
 
@@ -84,4 +85,5 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         # as max_memory_allocated has it, which flattens and sorts some 150 other statistics each time
         return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"] / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes; Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
