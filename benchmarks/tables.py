@@ -338,10 +338,15 @@ def eleven(report: Mapping) -> str:
 
     Numbers are means over seeds; ratios have the smallest and the largest of single seeds in brackets.
     """
-    every = [found for seeds in report["families"].values() for found in seeds]
+    parts = {"families": "Small files cut from PDEBench's", "generated": "Generated data"}
+    return "\n\n".join(f"{title}: {_families(report, report[part])}" for part, title in parts.items() if part in report)
+
+
+def _families(report: Mapping, families: Mapping[str, list[Mapping]]) -> str:
+    every = [found for seeds in families.values() for found in seeds]
     rows, (place, told) = [], places(report, every)
     measured, ahead, in_each = iter(told), 0, 0
-    for family, seeds in report["families"].items():
+    for family, seeds in families.items():
         rolled = "rollout_" * ("rollout_nrmse_mean" in seeds[0]["ups"])
         errors = {
             f"{title}, {what}": [found[model][f"{rolled}nrmse_{key}"] for found in seeds]
