@@ -51,7 +51,7 @@ FEW = {  # shares for validation and test; of the last four a file has two to si
     "incompressible2d": (0.0, 0.5),
     "cfd3d": (0.0, 0.5),
 }
-GENERATED = (0.0, 0.2)  # the same of generated data, which end with the last weights
+GENERATED = (0.0, 0.2)  # the same of generated data: nothing to validate on, so the last weights are judged
 MODELS, SEEDS, TIME_S = ("ups", "neuralop"), (42, 43, 44), 300.0
 PLAIN = {"training.compile": False, "training.amp": False}  # complex weights have no halves, and kernels do not pay
 SCORES = ("nrmse_mean", "nrmse_median", "nrmse_p90", "rollout_nrmse_mean", "rollout_nrmse_median", "rollout_nrmse_p90")
