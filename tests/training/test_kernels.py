@@ -1,5 +1,6 @@
 """Kernels of a CPU: compiled a file for each graph, with the same results, and alone where that does not go."""
 
+import functools
 import importlib
 import inspect
 
@@ -53,6 +54,15 @@ def test_strides_read_off_an_index_are_those_that_torch_computes(monkeypatch, in
 )
 def test_only_a_single_function_without_macros_joins_others(source, fits):
     assert kernels.fits(source) == fits
+
+
+def test_a_compiled_tanh_is_as_exact_as_float32_and_lets_nothing_through_that_is_no_number():
+    kernels.prepare()
+    x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([-torch.inf, -1e30, 0.0, 1e30, torch.inf, torch.nan])))
+    found, expected = torch.compile(torch.tanh, dynamic=False)(x), torch.tanh(x.double())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-7, equal_nan=True)
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    torch.testing.assert_close(torch.compile(gelu, dynamic=False)(x), gelu(x), rtol=1e-5, atol=3e-6, equal_nan=True)
 
 
 class Alone:

@@ -34,6 +34,8 @@ def prepare() -> None:
     config = importlib.import_module("torch._inductor.config")
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch goes by the cores that a container sees
         config.compile_threads = min(config.compile_threads, hardware.num_cores())
+    if hasattr(config.cpp, "use_decompose_tanh"):  # by exp, to within 2e-7: it is in each GELU, twice
+        config.cpp.use_decompose_tanh = True
     know_vector_units()
     read_strides_off()
     compile_together()
