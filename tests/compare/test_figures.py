@@ -67,6 +67,15 @@ def test_the_double_of_the_baseline_covers_it_nowhere(report):
             assert line.get_linestyle() in ("--", "None") and line.get_markerfacecolor() == "none"
 
 
+def test_each_seed_has_its_own_quality_to_reach_and_the_marker_of_its_curves(report):
+    targets = [pytest.approx(1.03 * one["val_loss"]) for one in report["arms"]["slow"]]
+    for ax in figures.quality(report).axes:
+        wanted = [(line.get_marker(), line.get_ydata()[0]) for line in ax.lines if line.get_linestyle() == ":"]
+        for colour in (figures.BLUE, figures.VERMILLION, figures.GREY):
+            curves = [line.get_marker() for line in ax.lines if line.get_color() == colour]
+            assert wanted == [*zip(curves, targets, strict=True)] and len(set(curves)) == len(curves) > 1
+
+
 def test_intervals_and_what_is_required_stand_beside_the_ratios(report):
     _, ratios = figures.speed(report).axes
     bars = [tuple(line.get_xdata()) for line in ratios.lines if len(set(line.get_xdata())) == 2]

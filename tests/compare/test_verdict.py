@@ -54,9 +54,16 @@ def test_the_summary_has_the_ratio_beside_its_noise_and_every_criterion_beside_i
 def test_the_summary_claims_nothing_that_was_not_measured():
     known = {"median": 1.5, "ci95": [None, None], "num_rounds": 0}
     missing = dict.fromkeys(("aa_ratio", "aa_nrmse_ratio", "aa_loss_delta", "time_to_quality_speedup"))
+    missing["time_to_quality_s"] = {"slow": [9.0], "fast": [None]}
     said = verdict.summary(made_up_report(speedup=known, interleaved=False, **missing))
     assert "over the baseline's: 1.50 (no interval)" in said and "A/A" not in said
     assert "quality: not reached" in said and "no interval" in said and "None" not in said
+
+
+def test_where_a_seed_misses_the_quality_of_its_baseline_the_others_are_told_beside_how_many_they_are():
+    times = {"slow": [90.0, 80.0, 100.0], "fast": [30.0, None, 50.0], verdict.NOISE: [None, 81.0, 99.0]}
+    said = verdict.summary(made_up_report(time_to_quality_speedup=None, time_to_quality_s=times))
+    assert "quality: reached in 2 of 3 seeds, there 2.38 times as fast" in said
 
 
 def both(tmp_path, **second) -> tuple[handle.Run, handle.Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, facts, judged, score
+from upsnb.compare.verdict import NOISE, QUALITY_TOLERANCE, facts, judged, score, time_to_quality_told
 from upsnb.errors import RunError
 from upsnb.report import style
 from upsnb.report.figures import floats, latest
@@ -75,24 +76,23 @@ def speed(report: Mapping) -> Figure:
 
 @styled
 def quality(report: Mapping) -> Figure:
-    """Validation error over training time and over samples seen, one curve a run; dotted what time to quality is to."""
+    """Validation error over training time and over samples seen, one curve a run; dotted what time to quality is to.
+
+    That is each seed's own, whose curves have the same marker.
+    """
     unit, metric = naming(report).values()
     last = f"{report['baseline']}'s last + {QUALITY_TOLERANCE:.0%}"
     lasts = np.array([one["val_loss"] for one in report["arms"][report["baseline"]]], float)  # null becomes NaN
-    target = (1 + QUALITY_TOLERANCE) * lasts.mean()
-    speedup = report["time_to_quality_speedup"]
-    came = (
-        f"{report['optimized']} gets there {speedup:.2f} times as fast" if speedup else "not every training got there"
-    )
-    title = f"Validation {metric} of {target:.3g}, {last}: {came}"
+    seeds = [marker for marker, _ in zip(itertools.cycle("os^Dv"), lasts)]
+    title = f"Time to {last}{', dotted for each seed' * (len(seeds) > 1)}: {time_to_quality_told(report)}"
     look = looks(list(report["arms"]))
     figure = empty_figure(7.2, 3.1, title)
     axes = figure.subplots(1, 2, sharey=True)
     for name, runs in report["arms"].items():
-        for run, named in zip(runs, (name, *[None] * len(runs))):
+        for run, marker, named in zip(runs, seeds, (name, *[None] * len(runs))):
             *along, nrmse = (floats(run["validations"][what]) for what in ("time_s", "samples", "nrmse"))
             for ax, x in zip(axes, along):
-                ax.plot(x, nrmse, marker="o", ms=4, lw=1.2, **look[name], label=named)
+                ax.plot(x, nrmse, marker=marker, ms=4, lw=1.2, **look[name], label=named)
     axes[0].set_ylabel(label(f"validation {metric}"))
     axes[0].set_xlabel(label("training time, compilation included", "s"))
     axes[1].set(xlabel=label(f"{unit} seen"))
@@ -100,7 +100,10 @@ def quality(report: Mapping) -> Figure:
         ax.set(yscale="log", xlim=(0, None))
         ax.ticklabel_format(axis="x", style="plain")
         ax.locator_params(axis="x", nbins=5)
-        ax.axhline(target, color=GREEN, ls=":", lw=1.5, label=last)
+        for value, marker, named in zip((1 + QUALITY_TOLERANCE) * lasts, seeds, (last, *[None] * len(seeds))):
+            at_right = {"marker": marker, "ms": 4, "markevery": [1], "clip_on": False}
+            across = {"transform": ax.get_yaxis_transform(), "color": GREEN, "ls": ":", "lw": 1.2}
+            ax.plot((0, 1), (value, value), **across, **at_right, label=named)
     legend(axes[0], 2)
     return figure
 
