@@ -83,13 +83,13 @@ def quality(report: Mapping) -> Figure:
     unit, metric = naming(report).values()
     last = f"{report['baseline']}'s last + {QUALITY_TOLERANCE:.0%}"
     lasts = np.array([one["val_loss"] for one in report["arms"][report["baseline"]]], float)  # null becomes NaN
-    seeds = [marker for marker, _ in zip(itertools.cycle("os^Dv"), lasts)]
-    title = f"Time to {last}{', dotted for each seed' * (len(seeds) > 1)}: {time_to_quality_told(report)}"
+    markers = [marker for marker, _ in zip(itertools.cycle("os^Dv"), lasts)]
+    title = f"Time to {last}{', dotted for each seed' * (len(lasts) > 1)}: {time_to_quality_told(report)}"
     look = looks(list(report["arms"]))
     figure = empty_figure(7.2, 3.1, title)
     axes = figure.subplots(1, 2, sharey=True)
     for name, runs in report["arms"].items():
-        for run, marker, named in zip(runs, seeds, (name, *[None] * len(runs))):
+        for run, marker, named in zip(runs, markers, (name, *[None] * len(runs))):
             *along, nrmse = (floats(run["validations"][what]) for what in ("time_s", "samples", "nrmse"))
             for ax, x in zip(axes, along):
                 ax.plot(x, nrmse, marker=marker, ms=4, lw=1.2, **look[name], label=named)
@@ -100,7 +100,7 @@ def quality(report: Mapping) -> Figure:
         ax.set(yscale="log", xlim=(0, None))
         ax.ticklabel_format(axis="x", style="plain")
         ax.locator_params(axis="x", nbins=5)
-        for value, marker, named in zip((1 + QUALITY_TOLERANCE) * lasts, seeds, (last, *[None] * len(seeds))):
+        for value, marker, named in zip((1 + QUALITY_TOLERANCE) * lasts, markers, (last, *[None] * len(lasts))):
             at_right = {"marker": marker, "ms": 4, "markevery": [1], "clip_on": False}
             across = {"transform": ax.get_yaxis_transform(), "color": GREEN, "ls": ":", "lw": 1.2}
             ax.plot((0, 1), (value, value), **across, **at_right, label=named)
